@@ -4,7 +4,9 @@ import importlib
 
 import pytest
 import torch
+from megatron.core.pipeline_parallel.fine_grained_activation_offload import ChunkOffloadHandler
 
+from bridge_cg_plugin.offload import never_offload
 from bridge_cg_plugin.offload.registry import Registry, registering
 from bridge_cg_plugin.options import OptionError, graph_options
 from bridge_cg_plugin.upstream.kernels import recompute as activations
@@ -79,11 +81,6 @@ def test_nemotrons_encoder_has_the_settings_of_its_language_model(active):
 
 
 def test_a_marked_tensor_stays_where_megatron_core_offloads(monkeypatch):
-    import torch
-    from megatron.core.pipeline_parallel.fine_grained_activation_offload import ChunkOffloadHandler
-
-    from bridge_cg_plugin.offload import never_offload
-
     if hasattr(ChunkOffloadHandler, "_can_manage_tensor_for_offload"):  # says no to whatever is not on a GPU
         monkeypatch.setattr(ChunkOffloadHandler, "_can_manage_tensor_for_offload", staticmethod(lambda tensor: True))
     handler = ChunkOffloadHandler.__new__(ChunkOffloadHandler)

@@ -251,15 +251,6 @@ def test_calls_of_pixtral_that_do_not_ask_for_hidden_states_run_eager():
         assert graphs.statistics().replays == 1
 
 
-def test_of_a_replays_hidden_states_the_last_can_be_had():
-    pixels, sizes = draw_padded(PADDED)
-    with graphs_on(new_pixtral(), **PIXTRALS.largest) as graphs:
-        returned = graphs.model(pixels, image_sizes=sizes, output_hidden_states=True, return_dict=True)
-        assert returned.hidden_states[-1] is returned.last_hidden_state
-        with pytest.raises(OptionError, match="vision_feature_layer=-2: it must be -1"):
-            returned.hidden_states[-2]
-
-
 def test_embedded_patches_have_the_type_that_autocast_computes_in():
     model = new_pixtral()
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -270,15 +261,19 @@ def test_embedded_patches_have_the_type_that_autocast_computes_in():
     assert_close([found], [expected], 1e-4)
 
 
-def test_what_lies_beside_smaller_images_is_not_read():
+def test_of_a_replays_hidden_states_the_last_can_be_had():
+    """What lies beside smaller images is not read."""
     model = new_pixtral()
     pixels, sizes = draw_padded(PADDED)
     expected = PIXTRALS.results(model, PADDED)
     for image, (height, width) in enumerate(sizes.tolist()):
         pixels[image, :, height:] = pixels[image, :, :, width:] = torch.nan
     with graphs_on(model, **PIXTRALS.largest) as graphs:
-        outputs = graphs.model(pixels, image_sizes=sizes, output_hidden_states=True, return_dict=True)
-        assert_close([outputs.hidden_states[-1]], expected[0], TOLERANCE)
+        returned = graphs.model(pixels, image_sizes=sizes, output_hidden_states=True, return_dict=True)
+        assert_close([returned.hidden_states[-1]], expected[0], TOLERANCE)
+        assert returned.hidden_states[-1] is returned.last_hidden_state
+        with pytest.raises(OptionError, match="vision_feature_layer=-2: it must be -1"):
+            returned.hidden_states[-2]
 
 
 @pytest.mark.skipif(not hasattr(upstream, "position_ids_in_meshgrid"), reason="a later release has no table")

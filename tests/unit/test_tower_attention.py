@@ -185,22 +185,17 @@ def test_replays_by_cudnn_equal_eager(found, name):
     assert one["rounded"] and set(one["rounded"]) == {name == ROUNDED}
 
 
-def test_replays_by_flash_attention_equal_eager(found):
-    one = found[f"{JOINT} plugin_flash True"]
+@pytest.mark.parametrize(("run", "flash"), [("plugin_flash True", True), ("plugin_fast_flash False", False)])
+def test_flash_attention_replays_where_it_computes_the_same_attention_and_else_the_default(found, run, flash):
+    one = found[f"{JOINT} {run}"]
     assert_equals_eager(one)
-    assert one["called"][1] and not one["called"][0]
+    assert list(map(bool, one["called"])) == [not flash, flash]
 
 
 def test_exact_kernels_keep_pytorchs_and_rotate_by_the_plugins(found):
     one = found[f"{ROUNDED} plugin True"]
     assert_equals_eager(one)
     assert one["called"] == [0, 0] and one["rounded"] == [True] * (2 * 2 * 2)  # forward and backward
-
-
-def test_without_flash_attention_that_computes_the_same_attention_is_as_by_default(found):
-    one = found[f"{JOINT} plugin_fast_flash False"]
-    assert_equals_eager(one)
-    assert one["called"][0] and not one["called"][1]
 
 
 def test_a_shape_that_cudnn_has_no_kernel_for_attends_by_pytorchs(monkeypatch):

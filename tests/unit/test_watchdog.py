@@ -91,6 +91,8 @@ def test_any_interleaving_ends_a_rank_that_waits_and_no_other(monkeypatch, seed)
     """Launches fall between any two things that a check does; replays take any time below the limit, or for ever."""
     draw, limit = random.Random(seed), 60.0
     rank = Rank(monkeypatch)
+    with rank.watch.during("a capture before the first step"):
+        assert rank.watch._thread is None, "watched before there is a time-out"
     query = Event.query
 
     def asked(event):
@@ -168,8 +170,3 @@ def test_the_process_ends_with_its_stacks_rank_step_and_region():
     stacks, ended, reason = done.stderr.partition("[rank 3] this rank ends in step 3: ")
     assert ended and "in other_threads_work" in stacks and "in wait_for_the_device" in stacks
     assert reason.startswith("the replay of the forward of vision_encoder has not ended")
-
-
-def test_nothing_is_watched_before_there_is_a_time_out(rank):
-    with rank.watch.during("a capture before the first step"):
-        assert rank.watch._thread is None
