@@ -10,7 +10,8 @@ from bridge_cg_plugin.options.normalization import _warned
 from bridge_cg_plugin.switches import EXPERT_BOUNDS
 
 DENSE = {"cuda_graphs": "fastest", "recompute_granularity": None, "attention_dropout": 0.0, "hidden_dropout": 0.0}
-PACKED = {**DENSE, "pack_sequences_in_batch": True}
+PACK = {"pack_sequences_in_batch": True}
+PACKED = {**DENSE, **PACK}
 
 
 def chosen(*sources):
@@ -80,6 +81,7 @@ def test_what_a_combination_forbids_is_less_with_its_reason(settings, graphs, wh
     assert part.graphs.startswith(graphs) and why in part.why and not part.why.startswith("Cannot")
 
 
+DELTA_NETS = {"experimental_attention_variant": "gated_delta_net"}
 ROUTERS = "attention, routers and preprocessing of experts"
 
 
@@ -98,27 +100,21 @@ ROUTERS = "attention, routers and preprocessing of experts"
         ({"num_moe_experts": 8, "expert_tensor_parallel_size": 2}, ROUTERS, "model.expert_tensor_parallel_size=2"),
         ({"context_parallel_size": 2}, "whole layers", "model.context_parallel_size=2"),
         ({"fp8": "hybrid"}, "whole layers", "model.fp8='hybrid'"),
+        ({"recompute_granularity": "full"}, "all layers as one region", ""),
+        ({"recompute_granularity": "full", **PACK}, "all layers as one region over packed sequences", ""),
+        ({"recompute_granularity": "selective", "recompute_modules": ["mlp"]}, "all layers as one region", ""),
+        (DELTA_NETS, "all layers as one region", ""),
+        ({**DELTA_NETS, **PACK}, "all layers as one region over packed sequences", ""),
+        ({**DELTA_NETS, **PACK, "context_parallel_size": 2}, "eager", "model.context_parallel_size=2"),
+        ({"experimental_attention_variant": "dsa", **PACK}, "eager", "no graphs of such layers were tried on a GPU"),
     ],
 )
-def test_padded_sequences_are_one_region_where_they_can_be(settings, graphs, why):
-    part = chosen({**DENSE, **settings})[1]["language model"]
-    assert part.graphs == graphs and part.why.startswith(why) and bool(part.why) == bool(why)
-
-
-@pytest.mark.parametrize(
-    "settings, graphs, why",
-    [
-        ({}, "all layers as one region", ""),
-        ({**PACKED}, "all layers as one region over packed sequences", ""),
-        ({**PACKED, "context_parallel_size": 2}, "eager", "model.context_parallel_size=2"),
-        ({**PACKED, "experimental_attention_variant": "dsa"}, "eager", "no graphs of such layers were tried on a GPU"),
-    ],
-)
-def test_gated_delta_nets_are_on_graphs_as_attention_is(settings, graphs, why):
+def test_the_language_model_is_one_region_where_it_can_be(settings, graphs, why):
     fields = {**DENSE, "cuda_graph_impl": "none", "vision_cuda_graph_impl": "none"}
-    model = SimpleNamespace(**{**fields, "experimental_attention_variant": "gated_delta_net", **settings})
-    part = chosen(model)[1]["language model"]
+    options, parts = chosen(SimpleNamespace(**{**fields, **settings}))
+    part = parts["language model"]
     assert part.graphs == graphs and part.why.startswith(why) and bool(part.why) == bool(why)
+    assert options.vision.enabled and options.packed.enabled == ("packed" in graphs)
 
 
 def test_experts_of_many_ranks_are_captured_where_their_room_is_bounded(monkeypatch):
@@ -152,15 +148,6 @@ def test_what_stays_eager_names_what_keeps_even_the_least_of_it_from_graphs(expe
     settings = {**PACKED, "num_moe_experts": 8, **experts, "recompute_granularity": "full"}
     part = chosen(settings)[1]["language model"]
     assert part.graphs == "eager" and part.why.startswith("model.recompute_granularity='full'")
-
-
-def test_encoder_and_layers_recompute_in_their_graphs():
-    options, parts = chosen({**DENSE, "recompute_granularity": "full"})
-    assert options.vision.enabled and parts["language model"].graphs == "all layers as one region"
-    options, parts = chosen({**PACKED, **DENSE, "recompute_granularity": "full"})
-    assert options.packed.enabled and parts["language model"].graphs.startswith("all layers")
-    options, parts = chosen({**DENSE, "recompute_granularity": "selective", "recompute_modules": ["mlp", "layernorm"]})
-    assert options.vision.enabled and parts["language model"].graphs == "all layers as one region"
 
 
 @pytest.mark.parametrize(
