@@ -106,15 +106,6 @@ def test_any_pack_from_one_capture(model, graphs, lengths, repeats):
     assert replayed(graphs) == before + 1
 
 
-def test_documents_with_padding_between_them(bare):
-    batches = [pack(each, room=room) for each, room in (((90, 191), (96, 194)), ((290,), (300,)))]
-    expected = [losses_and_gradients(bare, batch) for batch in batches]
-    with graphs_on(bare, batches[0]) as graphs:
-        for batch, wanted in zip(batches, expected, strict=True):
-            assert_same(losses_and_gradients(bare, batch), wanted)
-        assert replayed(graphs) == 2
-
-
 def test_a_padded_row(bare):
     expected = losses_and_gradients(bare, unpacked(96))
     with graphs_on(bare, unpacked(96), cuda_graph_max_packed_seqs=None) as graphs:
@@ -122,32 +113,24 @@ def test_a_padded_row(bare):
         assert replayed(graphs) == 1
 
 
-def test_qwens_language_model_with_images():
-    model = new_delta_nets(qwen=True, layers=6)
-    batches = [with_images(pack(lengths)) for lengths in ((100, 180), (30, 1, 250))]
+ANY = [pack(lengths) for lengths in (WARMUP, (30, 180, 77))]
+CASES = {
+    "padding between documents": ({}, [pack((90, 191), room=(96, 194)), pack((290,), room=(300,))], [], 1),
+    "Qwen3.5-VL's with images": ({"qwen": True, "layers": 6}, list(map(with_images, ANY)), [], 1),
+    "experts": (EXPERTS, ANY, [], 1),
+    "attention and routers": (EXPERTS, ANY, ["attn", "moe_router"], 3),
+    "attention": ({}, ANY, ["attn"], 3),
+}
+
+
+@pytest.mark.parametrize("fields, batches, modules, regions", CASES.values(), ids=CASES)
+def test_packs_parts_and_experts(fields, batches, modules, regions):
+    model = new_delta_nets(**fields)
     expected = [losses_and_gradients(model, batch) for batch in batches]
-    with graphs_on(model, with_images(pack(WARMUP))) as graphs:
+    with graphs_on(model, batches[0], cuda_graph_modules=modules) as graphs:
         for batch, wanted in zip(batches, expected, strict=True):
             assert_same(losses_and_gradients(model, batch), wanted)
-        assert replayed(graphs) == 2
-
-
-@pytest.mark.parametrize(
-    "fields, modules, regions",
-    [
-        (EXPERTS, [], 1),
-        (EXPERTS, ["attn", "moe_router"], 3),
-        ({}, ["attn"], 3),
-    ],
-    ids=["experts", "attention and routers", "attention"],
-)
-def test_parts_and_experts(fields, modules, regions):
-    model = new_delta_nets(**fields)
-    expected = losses_and_gradients(model, pack((30, 180, 77)))
-    with graphs_on(model, pack(WARMUP), cuda_graph_modules=modules) as graphs:
-        found = losses_and_gradients(model, pack((30, 180, 77)))
-        assert len(graphs._regions) == replayed(graphs) == regions
-    assert_same(found, expected)
+        assert len(graphs._regions) == regions and replayed(graphs) == regions * len(batches)
 
 
 def test_layers_are_recomputed_inside_graphs(monkeypatch):

@@ -62,32 +62,26 @@ def test_a_padded_row(bare):
         assert replayed(graphs) == 1
 
 
-MODULES = {
-    "mamba and attention": (["attn", "mamba"], 3),
-    "mamba and MLP": (["mlp", "mamba"], 3),
-    "all parts are one": (["attn", "mlp", "mamba"], 1),
-    "all but Mamba": (["attn", "mlp"], 2),
+WITH_EXPERTS = {"pattern": "ME*EM", **EXPERTS}
+PARTS = {
+    "mamba and attention": ({}, ["attn", "mamba"], 3),
+    "mamba and MLP": ({}, ["mlp", "mamba"], 3),
+    "all parts are one": ({}, ["attn", "mlp", "mamba"], 1),
+    "all but Mamba": ({}, ["attn", "mlp"], 2),
+    "experts": (WITH_EXPERTS, [], 1),
+    "all but experts": (WITH_EXPERTS, ["attn", "moe_router", "mamba"], 5),
 }
 
 
-@pytest.mark.parametrize("modules, regions", MODULES.values(), ids=MODULES)
-def test_parts_of_layers(bare, modules, regions):
-    expected = losses_and_gradients(bare, hybrid_pack((30, 180, 77)))
-    with graphs_on(bare, hybrid_pack(WARMUP), cuda_graph_modules=modules) as graphs:
-        found = losses_and_gradients(bare, hybrid_pack((30, 180, 77)))
-        assert len(graphs._regions) == replayed(graphs) == regions
-    assert_same(found, expected)
-    assert not any("forward" in vars(layer) for layer in bare.decoder.layers)
-
-
-@pytest.mark.parametrize("modules, regions", [([], 1), (["attn", "moe_router", "mamba"], 5)], ids=["whole", "parts"])
-def test_layers_of_experts(modules, regions):
-    model = new_hybrid(pattern="ME*EM", **EXPERTS)
+@pytest.mark.parametrize("layers, modules, regions", PARTS.values(), ids=PARTS)
+def test_parts_and_experts(layers, modules, regions):
+    model = new_hybrid(**layers)
     expected = losses_and_gradients(model, hybrid_pack((30, 180, 77)))
     with graphs_on(model, hybrid_pack(WARMUP), cuda_graph_modules=modules) as graphs:
         found = losses_and_gradients(model, hybrid_pack((30, 180, 77)))
         assert len(graphs._regions) == replayed(graphs) == regions
     assert_same(found, expected)
+    assert not any("forward" in vars(layer) for layer in model.decoder.layers)
 
 
 def without_indices(batch):
