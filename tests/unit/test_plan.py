@@ -44,7 +44,7 @@ LAYOUTS = [RankLayout(*sizes) for sizes in ((), (2, 1, True), (1, 2), (2, 4), (2
 
 
 @given(packs, st.sampled_from(LAYOUTS))
-def test_what_is_planned_is_what_a_rank_would_do(found, layout):
+def test_the_smallest_bound_is_planned_that_leaves_few_packs_eager_and_what_a_rank_would_do_with_it(found, layout):
     padded = padded_packs([padded_documents(pack, layout.document_unit) for pack in found], layout.unit)
     plan = plan_packs(padded, layout)
     taken = 0
@@ -54,6 +54,10 @@ def test_what_is_planned_is_what_a_rank_would_do(found, layout):
         refused = [refuse_pack(pack, tokens, EXACT_BELOW, b, layout.shards, layout.context) for b in recorded]
         taken += any(tokens <= b.tokens and why is None for b, why in zip(recorded, refused, strict=True))
     assert plan.best.on_graphs == pytest.approx(taken / len(padded))
+    most = max(choice.on_graphs for choice in plan.choices)
+    few = [choice for choice in plan.choices if choice.on_graphs >= most - LEFT_EAGER]
+    assert plan.best == min(few, key=lambda choice: choice.max_packed_seqs)
+    assert plan.sizes["documents"][-1] == max(map(len, padded)) and plan.packs == len(padded)
 
 
 def test_a_microbatch_of_more_documents_than_there_are_is_refused(histogram, capsys, monkeypatch):
@@ -177,12 +181,3 @@ def test_padding_is_a_document_of_its_own(found, multiple):
     for pack, padded in zip(found, padded_packs(found, multiple), strict=True):
         assert sum(padded) % multiple == 0 and 0 <= sum(padded) - sum(pack) < multiple
         assert padded[: len(pack)] == pack and len(padded) - len(pack) in (0, 1)
-
-
-@given(packs)
-def test_the_smallest_bound_is_taken_that_leaves_few_packs_eager(found):
-    plan = plan_packs(found)
-    most = max(choice.on_graphs for choice in plan.choices)
-    few = [choice for choice in plan.choices if choice.on_graphs >= most - LEFT_EAGER]
-    assert plan.best == min(few, key=lambda choice: choice.max_packed_seqs)
-    assert plan.sizes["documents"][-1] == max(map(len, found)) and plan.packs == len(found)

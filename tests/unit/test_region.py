@@ -108,15 +108,23 @@ def test_each_recording_is_made_in_its_own_mode(frozen, modes):
     assert seen == modes
 
 
-def test_memory_that_runs_out_for_static_buffers_is_a_capture_error(monkeypatch):
+@pytest.mark.parametrize(
+    ("owner", "name", "error", "said"),
+    [
+        (StaticTensors, "view", torch.OutOfMemoryError("made to fail"), "made to fail"),
+        (SlotMemory, "begin", DeviceMemoryError("cuMemAddressReserve: no"), "bucket 8: cuMemAddressReserve"),
+    ],
+)
+def test_memory_that_runs_out_is_a_capture_error(monkeypatch, owner, name, error, said):
     region = new_region(ToyProgram(Toy()), ReferenceExecutor(), [Bucket(8)])
 
     def fail(*unused):
-        raise torch.OutOfMemoryError("made to fail")
+        raise error
 
-    monkeypatch.setattr(StaticTensors, "view", fail)
-    with pytest.raises(CaptureError, match="made to fail"):
+    monkeypatch.setattr(owner, name, fail)
+    with pytest.raises(CaptureError, match=said):
         region.capture()
+    assert not region.slots
 
 
 def test_reset_drops_everything():
@@ -277,16 +285,3 @@ def test_a_microbatch_in_flight_keeps_its_memory_though_its_state_is_forgotten()
     model.mix.state = 6
     train(region, (2, 2), 5)
     assert slot.free
-
-
-class WithoutAddresses(SlotMemory):
-    def begin(self):
-        raise DeviceMemoryError("cuMemAddressReserve: CUDA_ERROR_OUT_OF_MEMORY")
-
-
-def test_a_recording_without_addresses_fails_as_others_do(monkeypatch):
-    monkeypatch.setattr(ReferenceExecutor, "new_memory", lambda executor: WithoutAddresses())
-    region = new_region(ToyProgram(Toy()), ReferenceExecutor(), [Bucket(4)])
-    with pytest.raises(CaptureError, match="bucket 4: cuMemAddressReserve"):
-        region.capture()
-    assert not region.slots
