@@ -93,16 +93,12 @@ def able(gpu, monkeypatch):
     monkeypatch.setattr("bridge_cg_plugin.upstream.encoders.flash_attention.unavailable", lambda: None)
 
 
-def test_cudnn_is_not_called_directly_where_eager_attends_otherwise(able, monkeypatch):
-    assert direct_attention_refusal() is None
-    monkeypatch.setenv("NVTE_FUSED_ATTN", "0")
-    assert direct_attention_refusal() == "NVTE_FUSED_ATTN=0 or attention_backend keeps eager from cuDNN's attention"
-
-
 @pytest.mark.parametrize("fused", [None, "0", "1"])
-def test_one_segment_attends_unpacked_only_by_cudnn(able, monkeypatch, fused):
+def test_cudnn_is_called_directly_and_for_one_segment_unpacked_only_where_eager_attends_by_it(able, monkeypatch, fused):
     if fused is not None:
         monkeypatch.setenv("NVTE_FUSED_ATTN", fused)
+    said = "NVTE_FUSED_ATTN=0 or attention_backend keeps eager from cuDNN's attention" if fused == "0" else None
+    assert direct_attention_refusal() == said
     attention = torch.nn.Identity()
     monkeypatch.setattr(layer_kernels, "is_te_attention", lambda module: module is attention)
     with layer_kernels.fused_layer_kernels([attention]):
