@@ -136,13 +136,19 @@ def test_warm_up_is_what_the_config_says_or_a_few_calls():
     assert active_graphs()[0].captured
 
 
-def test_a_model_that_bridges_loop_trains_is_left_to_it():
-    model = Policy()
+def test_a_model_that_bridges_loop_trains_is_left_to_it_but_an_evaluation_may_capture(monkeypatch):
+    asked, model = [], Policy()
     call(model, 1)
     assert active_graphs()
     LOOPS.leave_to_bridge([model])
     call(model, 1)
     assert not active_graphs()
+    monkeypatch.setattr(any_loop, "active_graphs", lambda: [SimpleNamespace(before_evaluation=lambda: asked.append(1))])
+    call(model, 1)
+    assert not asked
+    with torch.no_grad():
+        call(model.eval(), 1, forward_only=True)
+    assert asked == [1]
 
 
 def test_a_model_that_is_dropped_is_freed_and_reported(capsys):
@@ -226,14 +232,3 @@ def test_a_schedule_call_without_graphs_costs_five_microseconds_more():
     arguments = {"model": [wrapper], "num_microbatches": 2}
     assert wrapped(**arguments) == [wrapper] and not active_graphs()
     assert python_calls(lambda: wrapped(**arguments)) <= 60  # 50 took 5 microseconds on an idle machine
-
-
-def test_an_evaluation_in_bridges_loop_may_capture_and_its_steps_leave_that_to_the_loop(monkeypatch):
-    asked, model = [], Policy()
-    monkeypatch.setattr(any_loop, "active_graphs", lambda: [SimpleNamespace(before_evaluation=lambda: asked.append(1))])
-    LOOPS.leave_to_bridge([model])
-    call(model, 1)
-    assert not asked
-    with torch.no_grad():
-        call(model.eval(), 1, forward_only=True)
-    assert asked == [1]

@@ -53,12 +53,12 @@ def mask(name="no_mask"):
     return importlib.import_module("megatron.core.transformer.enums").AttnMaskType[name]
 
 
-def attends(attention, parts=None, args=(None,), **kwargs):
+def attends(attention, parts=None, args=(None,), plans="plans", **kwargs):
     given = {"packed_seq_params": packed(), "attn_mask_type": mask(), "attention_bias": None, **kwargs}
     reached = []
     below = InstanceMethod(attention, "forward", lambda *args, **kwargs: reached.append(args))
     with (
-        mock.patch.object(cudnn_attention, "plans_for", lambda *unused: "plans"),
+        mock.patch.object(cudnn_attention, "plans_for", lambda *unused: plans),
         mock.patch.object(cudnn_attention, "segment_attention", lambda query, *unused: query.contiguous()),
         direct_attention.direct_attention([attention]),
     ):
@@ -90,10 +90,11 @@ CHANGED.cu_seqlens_kv = CHANGED.cu_seqlens_q.clone()
         {"packed_seq_params": packed(1), "parts": qkv(768)},
         {"parts": qkv(dtype=torch.float32)},
         {"parts": tuple(part.clone() for part in qkv())},
+        {"plans": None},
     ],
     ids=[
         "causal", "no mask type", "bias", "mask", "splits", "other keys", "device bound", "one large segment", "fp32",
-        "separate",
+        "separate", "no kernel",
     ],
 )  # fmt: skip
 def test_other_calls_stay_transformer_engines(attention, call):
@@ -111,14 +112,6 @@ def test_attention_of_another_kind_stays_transformer_engines(attention, name, va
     assert not attends(attention)
     if name == "attention_dropout":
         assert attends(attention.eval())
-
-
-def test_a_shape_without_a_kernel_stays_transformer_engines(attention, monkeypatch):
-    monkeypatch.setattr(cudnn_attention, "segment_plans", lambda shape, device: None)
-    InstanceMethod(attention, "forward", lambda *args, **kwargs: "packed")
-    with direct_attention.direct_attention([attention]):
-        found = attention.forward(*qkv(), None, attn_mask_type=mask(), packed_seq_params=packed())
-    assert found == "packed"
 
 
 def chosen(attention, direct=None, flash=None):
