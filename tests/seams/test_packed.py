@@ -51,21 +51,6 @@ def test_the_loop_calls_nothing_that_the_helper_lacks(active):
         assert hasattr(DrivenBySteps, name), name
 
 
-def test_a_capture_knows_megatrons_random_states(active, monkeypatch):
-    """Under sequence parallelism attention asks for their state; a generator that a capture does not know ends it."""
-    from bridge_cg_plugin.graphs.recordings.executor import ReferenceExecutor
-    from bridge_cg_plugin.upstream.hooks.helpers import constructors as helpers
-    from bridge_cg_plugin.upstream.kernels.recompute import random_states
-
-    given = []
-    monkeypatch.setattr(helpers, "default_executor", lambda *args, **_: given.append(args) or ReferenceExecutor())
-    model = new_model()
-    model.config.cuda_graph_max_packed_seqs = 4
-    decoder_helpers([model], model.config)[0].delete_cuda_graphs()
-    ((generators, _),) = given
-    assert generators is random_states
-
-
 def test_steps_and_the_end_of_training_reach_the_decoder(active):
     model = new_model()
     model.config.cuda_graph_max_packed_seqs = 4

@@ -15,6 +15,7 @@ from bridge_cg_plugin.upstream import environment
 from bridge_cg_plugin.upstream.hooks.helpers import constructors as helpers
 from bridge_cg_plugin.upstream.hooks.helpers import graph_helper
 from bridge_cg_plugin.upstream.hooks.helpers.constructors import decoder_helpers, encoder_helper
+from bridge_cg_plugin.upstream.kernels.recompute import random_states
 
 from ..executors import new_executor
 from .packs import DEFAULTS as PACKED
@@ -24,7 +25,7 @@ from .toy import ToyProgram, toy_region
 
 
 def keeping(asked):
-    return lambda *args, replays_aside, **kwargs: asked.append(replays_aside) or new_executor()
+    return lambda states=None, *args, replays_aside, **kwargs: asked.append((states, replays_aside)) or new_executor()
 
 
 CASES = {
@@ -35,14 +36,15 @@ CASES = {
 
 
 @pytest.mark.parametrize("options, aside", CASES.values(), ids=CASES)
-def test_replays_of_what_offloads_are_aside(monkeypatch, options, aside):
+def test_megatrons_random_states_are_known_and_replays_of_what_offloads_are_aside(monkeypatch, options, aside):
+    """Under sequence parallelism attention asks for their state; a generator that a capture does not know ends it."""
     asked, model, packs = [], new_tower(), new_model()
     monkeypatch.setattr(helpers, "default_executor", keeping(asked))
     encoder_helper(model, model.config, options=VisionGraphOptions(**DEFAULTS, **options)).delete_cuda_graphs()
     for name, value in {**PACKED, **{f"cuda_graph_packed_{name}": value for name, value in options.items()}}.items():
         setattr(packs.config, name, value)
     decoder_helpers([packs], packs.config)[0].delete_cuda_graphs()
-    assert asked == [aside] * 2
+    assert asked == [(None, aside), (random_states, aside)]
 
 
 @pytest.mark.parametrize(

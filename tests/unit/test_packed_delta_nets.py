@@ -106,31 +106,28 @@ def test_any_pack_from_one_capture(model, graphs, lengths, repeats):
     assert replayed(graphs) == before + 1
 
 
-def test_a_padded_row(bare):
-    expected = losses_and_gradients(bare, unpacked(96))
-    with graphs_on(bare, unpacked(96), cuda_graph_max_packed_seqs=None) as graphs:
-        assert_same(losses_and_gradients(bare, unpacked(96)), expected)
-        assert replayed(graphs) == 1
-
-
 ANY = [pack(lengths) for lengths in (WARMUP, (30, 180, 77))]
 CASES = {
-    "padding between documents": ({}, [pack((90, 191), room=(96, 194)), pack((290,), room=(300,))], [], 1),
-    "Qwen3.5-VL's with images": ({"qwen": True, "layers": 6}, list(map(with_images, ANY)), [], 1),
-    "experts": (EXPERTS, ANY, [], 1),
-    "attention and routers": (EXPERTS, ANY, ["attn", "moe_router"], 3),
-    "attention": ({}, ANY, ["attn"], 3),
+    "padding between documents": ({}, [pack((90, 191), room=(96, 194)), pack((290,), room=(300,))], {}, 1),
+    "a padded row": ({}, [unpacked(96)], {"cuda_graph_max_packed_seqs": None}, 1),
+    "Qwen3.5-VL's with images": ({"qwen": True, "layers": 6}, list(map(with_images, ANY)), {}, 1),
+    "experts": (EXPERTS, ANY, {"cuda_graph_modules": []}, 1),
+    "attention and routers": (EXPERTS, ANY, {"cuda_graph_modules": ["attn", "moe_router"]}, 3),
+    "attention": ({}, ANY, {"cuda_graph_modules": ["attn"]}, 3),
+    # Autograd keeps offsets through hooks, which may give others of the same content back.
+    "activations leave": ({}, ANY, {"cuda_graph_packed_offload": "all"}, 1),
 }
 
 
-@pytest.mark.parametrize("fields, batches, modules, regions", CASES.values(), ids=CASES)
-def test_packs_parts_and_experts(fields, batches, modules, regions):
+@pytest.mark.parametrize("fields, batches, options, regions", CASES.values(), ids=CASES)
+def test_batches_parts_and_experts(fields, batches, options, regions):
     model = new_delta_nets(**fields)
     expected = [losses_and_gradients(model, batch) for batch in batches]
-    with graphs_on(model, batches[0], cuda_graph_modules=modules) as graphs:
+    with graphs_on(model, batches[0], **options) as graphs:
         for batch, wanted in zip(batches, expected, strict=True):
             assert_same(losses_and_gradients(model, batch), wanted)
         assert len(graphs._regions) == regions and replayed(graphs) == regions * len(batches)
+        assert (graphs.statistics().pinned_bytes > 0) == ("cuda_graph_packed_offload" in options)
 
 
 def test_layers_are_recomputed_inside_graphs(monkeypatch):
@@ -143,15 +140,6 @@ def test_layers_are_recomputed_inside_graphs(monkeypatch):
         graphs.capture()
         assert_same(losses_and_gradients(model, pack((30, 180, 77))), expected)
         assert replayed(graphs) == 1 and calls
-
-
-def test_activations_leave_and_offsets_stay_known(bare):
-    """Autograd keeps offsets through hooks, which may give others of the same content back."""
-    arguments = pack((30, 180, 77))
-    expected = losses_and_gradients(bare, arguments)
-    with graphs_on(bare, pack(WARMUP), cuda_graph_packed_offload="all") as graphs:
-        assert_same(losses_and_gradients(bare, arguments), expected)
-        assert replayed(graphs) == 1 and graphs.statistics().pinned_bytes > 0
 
 
 def test_gradients_are_added_to_main_grad():
