@@ -220,12 +220,7 @@ def test_repeated_offsets_at_the_end_are_no_documents(lengths, repeats):
     assert all(torch.equal(offsets, ends) for offsets in batch.offsets.values())
 
 
-def test_tokens_are_counted_before_they_are_sharded():
+def test_tokens_and_documents_are_counted_before_ranks_share_them():
     assert packed(shards=2).tokens == TOKENS
-    with pytest.raises(PackedBatchError, match="the pack has 6 tokens"):
-        packed(tokens=6)
-
-
-def test_documents_are_counted_before_ranks_share_them():
     batch = packed(ends_at(0, 3, 8), padded=ends_at(0, 4, 12), ranks=2)
     assert (batch.hidden.shape[0], batch.tokens, batch.lengths) == (6, TOKENS, (4, 8))

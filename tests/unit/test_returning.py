@@ -373,23 +373,16 @@ class Scaled(nn.Module):
         self.register_buffer("scale", scale)
 
 
-def test_a_buffer_returns_where_its_values_did():
+@pytest.mark.parametrize("inference", [False, True])
+def test_a_buffer_returns_where_its_values_did(inference):
     scale = torch.ones(3)
     own = Scaled(scale)
     returning = ReturningBuffers([nn.ModuleList([own])])
-    own.scale = torch.ones(3)
+    with torch.inference_mode(inference):
+        own.scale = torch.ones(3)
     returning.put_back()
     assert own.scale is scale
     for other in (torch.zeros(3), torch.ones(3, dtype=torch.int32), torch.ones(3, device="meta"), None):
         own.scale = other
         returning.put_back()
         assert own.scale is other and scale.tolist() == [1.0] * 3
-
-
-def test_a_buffer_made_in_inference_mode_replaces_another():
-    module = Scaled(torch.ones(3))
-    scale, returning = module.scale, ReturningBuffers([module])
-    with torch.inference_mode():
-        module.scale = torch.ones(3)
-    returning.put_back()
-    assert module.scale is scale

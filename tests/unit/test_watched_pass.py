@@ -72,6 +72,8 @@ KEPT = {
     ),
     "a cache": lambda module, x, y: module.nested.setdefault("table", torch.arange(WIDTH) + 1.0),
     "what does not stay": lambda module, x, y: (setattr(module, "aux", y), setattr(module, "aux", None)),
+    "a draw at first": lambda module, *_: module.nested.get("seed") or module.nested.update(seed=random.random()),
+    "a temporary file, whose name is random": lambda module, x, y: tempfile.TemporaryDirectory().cleanup(),
 }
 DRAWS = {
     "Random": [random.random, OWN.random, lambda: OWN.sample(range(9), 2), lambda: random.randint(0, 9)],
@@ -106,7 +108,7 @@ def test_what_a_forward_leaves_behind_is_refused_with_its_name(where, note):
 
 
 @pytest.mark.parametrize("note", KEPT.values(), ids=KEPT)
-def test_what_is_updated_in_place_is_eagers(note):
+def test_what_a_forward_may_do_besides_is_eagers(note):
     model, reference = Noting(note), Noting(note)
     region, x = region_of(model), torch.ones(8, WIDTH)
     for _ in range(3):
@@ -134,20 +136,6 @@ def test_a_draw_in_what_wraps_a_forward_is_named_by_its_line():
     model.forward = lambda x: forward(x + 0 * random.random())
     with pytest.raises(Refused, match=r"test_watched_pass.py:\d+\) draws from Random"):
         region_of(model)
-
-
-def test_a_draw_in_the_first_pass_alone_is_none_of_replays():
-    model = Noting(KEPT["nothing"])
-    model.note = lambda module, x, y: "seed" in module.nested or module.nested.update(seed=random.random())
-    assert region_of(model).run(torch.ones(8, WIDTH)) is not None
-
-
-def test_temporary_files_whose_names_are_random_may_be_written():
-    def compile_something(module, x, y):
-        with tempfile.TemporaryDirectory():
-            pass
-
-    assert region_of(Noting(compile_something)).run(torch.ones(8, WIDTH)) is not None
 
 
 def test_other_threads_may_draw_and_keep_tensors():
