@@ -5,6 +5,8 @@ Tests of graphs that share memory run over pools; see `tests/pooled.py`.
 
 import pytest
 
+from bridge_cg_plugin.graphs.proofs import schedule
+
 from ..executors import choose
 
 IN_POOLS = ("test_chain", "test_packed_delta_nets")
@@ -31,6 +33,12 @@ def pytest_generate_tests(metafunc):
         first = "pooled" if module in IN_POOLS else "tape"
         kinds = [first, "reference"] if marked("both_executors") else [first]
         metafunc.parametrize("executor_kind", kinds, indirect=True, scope="module")
+
+
+@pytest.fixture
+def first_proofs(monkeypatch):
+    """Compare the first replays of recordings at once, whatever that takes."""
+    monkeypatch.setattr(schedule, "FIRST_SHARE", 1e9)
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -15,8 +15,6 @@ from .test_gradients import DataParallel
 from .towers import forward, graphs_on, loss_of, new_tower
 
 ROWS = [[1, 6, 4], [3, 4, 2], [1, 2, 8]]
-
-
 WRONG = Fallback.DIFFERS_FROM_EAGER
 
 
@@ -82,8 +80,6 @@ class Rows(Attention):
 
 
 KINDS = pytest.mark.parametrize("kind", [Tower, Attention, Decoder, Rows])
-
-
 PARALLEL = pytest.mark.parametrize("parallel", [False, True])
 
 

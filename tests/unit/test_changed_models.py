@@ -7,7 +7,6 @@ import torch
 
 from bridge_cg_plugin.graphs.changes import sources
 from bridge_cg_plugin.graphs.changes.sources import LASTING
-from bridge_cg_plugin.graphs.proofs import schedule
 
 from ..tape import TapeExecutor
 from . import packs
@@ -15,10 +14,10 @@ from .changes import GraphedAndEager
 from .towers import draw, graphs_on, new_tower
 
 
+@pytest.mark.usefixtures("first_proofs")
 @pytest.mark.parametrize("kind", ["whole", "parts", "parts whose activations leave"])
-def test_any_sequence_of_changes_equals_eager(kind, monkeypatch):
+def test_any_sequence_of_changes_equals_eager(kind):
     """Change models at random, run microbatches and compare each with eager, as the plugin does with some."""
-    monkeypatch.setattr(schedule, "FIRST_SHARE", 1e9)
     replays = fallbacks = 0
     chained = kind == "parts whose activations leave"
     for seed in range(24):

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from bridge_cg_plugin.graphs.buckets import Bucket
+from bridge_cg_plugin.graphs.instance import InstanceMethod
 from bridge_cg_plugin.graphs.recordings.warm_up import one_layer_of_each_kind
 
 from ..regions import new_region
@@ -92,6 +93,18 @@ def with_a_wrapped_layer(ran):
     return model
 
 
+def with_stand_ins(make):
+    """Return what makes layers in which something of the plugin's stands in for a method, as for parts of layers."""
+
+    def stood_in(ran):
+        model = make(ran)
+        for layer in model.layers:
+            layer.held = InstanceMethod(layer.linear, "forward", partial(layer.linear.forward))
+        return model
+
+    return stood_in
+
+
 def with_functions(*rates):
     """Return what makes layers that each have a function of their own, as Transformer Engine's attention has."""
 
@@ -123,6 +136,8 @@ def masking(rate):
         (with_a_frozen_layer, [0, 1]),
         (with_another_class, [0, 3]),
         (with_a_wrapped_layer, [0, 2]),
+        (with_stand_ins(lambda ran: Model(*numbered(ran))), [0]),
+        (with_stand_ins(with_a_wrapped_layer), [0, 2]),
         (with_functions(1, 1, 1, 1), [0]),
         (with_functions(1, 1, 2, 1), [0, 2]),
     ],

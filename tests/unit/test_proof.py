@@ -43,11 +43,7 @@ from .proof_kinds import (
 from .test_gradients import DataParallel
 from .towers import assert_close, forward, graphs_on, loss_of, new_tower
 
-
-@pytest.fixture(autouse=True)
-def proofs(monkeypatch):
-    """Compare the first replays of recordings at once, whatever that takes."""
-    monkeypatch.setattr(schedule, "FIRST_SHARE", 1e9)
+pytestmark = pytest.mark.usefixtures("first_proofs")
 
 
 @pytest.fixture

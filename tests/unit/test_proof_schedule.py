@@ -38,11 +38,7 @@ from .proof_kinds import (
 from .test_expert_ranks import on_graphs, rank_model
 from .towers import assert_close, forward, graphs_on, loss_of
 
-
-@pytest.fixture(autouse=True)
-def proofs(monkeypatch):
-    """Compare the first replays of recordings at once, whatever that takes."""
-    monkeypatch.setattr(schedule, "FIRST_SHARE", 1e9)
+pytestmark = pytest.mark.usefixtures("first_proofs")
 
 
 @KINDS

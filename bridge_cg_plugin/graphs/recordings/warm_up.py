@@ -16,7 +16,6 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import compress
-from pathlib import Path
 from threading import get_ident
 from types import BuiltinMethodType, CodeType, FrameType, FunctionType, MethodType
 from typing import Any
@@ -33,13 +32,12 @@ from ..changes.model_watch import ModelWatch
 from ..changes.state import PARTS, plain
 from ..errors import Refused, named
 from ..fallback import Fallback
-from ..instance import InstanceMethod
+from ..instance import InstanceMethod, own_attribute
 
 # Objects between a tensor and a module or a global, at most.
 DEPTH = 8
 # Packages whose own objects keep tensors of a pass for its backward and for replays.
 OWN = frozenset(("torch", __name__.partition(".")[0]))
-_PACKAGE = str(Path(__file__).parents[2])
 # What keeps an object only for the time of a call.
 PASSING = (types.FrameType, types.TracebackType, types.GeneratorType, types.CoroutineType)
 
@@ -362,8 +360,8 @@ def _settings(holder: object) -> Hashable:
 
 def _functions(module: nn.Module) -> Hashable:
     """Return what a module calls that its attributes hold: that of one layer may differ from all others."""
-    called = ((name, v) for name, v in vars(module).items() if callable(v) and not isinstance(v, (type, nn.Module)))
-    return tuple((name, _function(v, module)) for name, v in called if not _is_own(v))
+    names = [name for name, v in vars(module).items() if callable(v) and not isinstance(v, (type, nn.Module))]
+    return tuple((name, _function(own_attribute(module, name), module)) for name in names)
 
 
 def _function(called: Any, module: nn.Module) -> Hashable:
@@ -383,14 +381,6 @@ def _function(called: Any, module: nn.Module) -> Hashable:
         return id(called)
     held = (*inside, *(called.__defaults__ or ()), *(called.__kwdefaults__ or {}).values())
     return id(called.__code__), *(value if plain(value) else id(value) for value in held)
-
-
-def _is_own(called: Any) -> bool:
-    """Whether the plugin put something there, which tells layers of a kind nothing apart."""
-    while isinstance(called, partial):
-        called = called.func
-    code = getattr(called, "__code__", None)
-    return isinstance(code, CodeType) and code.co_filename.startswith(_PACKAGE)
 
 
 def _is_setting(value: object) -> bool:
