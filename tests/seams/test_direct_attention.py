@@ -12,6 +12,7 @@ from bridge_cg_plugin.options import VisionGraphOptions
 from bridge_cg_plugin.upstream.encoders import direct_attention
 from bridge_cg_plugin.upstream.encoders.qwen3_vl import QWEN3_VL, pack_segments
 from bridge_cg_plugin.upstream.kernels import layers as layer_kernels
+from bridge_cg_plugin.upstream.seams.registry.engine import TE_ATTENTION_BACKENDS
 from bridge_cg_plugin.vision.encoder import OtherAttention, RecordedKernels
 from tests.unit.towers import new_tower
 
@@ -20,25 +21,29 @@ pytest.importorskip("triton")
 from bridge_cg_plugin.vision.kernels import cudnn_attention
 
 SET_UP = {
-    "softmax_scale": 0.25, "attention_dropout": 0.0, "softmax_type": "vanilla", "return_max_logit": False,
-    "window_size": (-1, -1),
+    "attention_dropout": 0.0, "softmax_type": "vanilla", "return_max_logit": False, "window_size": (-1, -1),
 }  # fmt: skip
+SCALE = 0.25
 
 
 def te_attention_class():
     return importlib.import_module(layer_kernels.EXTENSIONS).TEDotProductAttention
 
 
+def bare(kind, **attributes):
+    """Return a module of Transformer Engine's whose constructor, which needs a GPU, did not run."""
+    made = kind.__new__(kind)
+    torch.nn.Module.__init__(made)
+    for name, value in attributes.items():
+        setattr(made, name, value)
+    return made
+
+
 @pytest.fixture
 def attention():
     """Return Transformer Engine's attention module of a layer."""
-    kind = te_attention_class()
-    made = kind.__new__(kind)  # its constructor needs a GPU
-    torch.nn.Module.__init__(made)
-    made.config = new_tower().config
-    for name, value in SET_UP.items():
-        setattr(made, name, value)
-    return made
+    fused = bare(importlib.import_module(TE_ATTENTION_BACKENDS).FusedAttention, softmax_scale=SCALE)
+    return bare(te_attention_class(), config=new_tower().config, fused_attention=fused, **SET_UP)
 
 
 def qkv(tokens=300, dtype=torch.bfloat16):
@@ -58,7 +63,7 @@ def attends(attention, parts=None, args=(None,), plans="plans", **kwargs):
     reached = []
     below = InstanceMethod(attention, "forward", lambda *args, **kwargs: reached.append(args))
     with (
-        mock.patch.object(cudnn_attention, "plans_for", lambda *unused: plans),
+        mock.patch.object(cudnn_attention, "plans_for", lambda query, *bounds: plans if bounds[-1] == SCALE else None),
         mock.patch.object(cudnn_attention, "segment_attention", lambda query, *unused: query.contiguous()),
         direct_attention.direct_attention([attention]),
     ):

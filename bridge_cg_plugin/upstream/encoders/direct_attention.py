@@ -127,7 +127,7 @@ def _attend_directly(
     # One segment attends unpacked: no row is scanned in vain there.
     if (segments == 1 and tokens >= UNPACKED_FROM) or not lie_interleaved(query, key, value):
         return None
-    plans = plans_for(query, segments, packed.max_seqlen_q, attention.softmax_scale)
+    plans = plans_for(query, segments, packed.max_seqlen_q, attention.fused_attention.softmax_scale)
     if plans is None:
         return None
     return segment_attention(query, key, value, locate(packed.cu_seqlens_q, heads, width), plans)
@@ -141,7 +141,7 @@ def _attend_by_flash(
     offsets, largest = packed.cu_seqlens_q, packed.max_seqlen_q
     if not flash.suits(query, largest):
         return None
-    return flash.flash_attention(query, key, value, offsets, largest, attention.softmax_scale)
+    return flash.flash_attention(query, key, value, offsets, largest, attention.fused_attention.softmax_scale)
 
 
 def _attends_inside_segments(

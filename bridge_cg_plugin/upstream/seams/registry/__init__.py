@@ -15,7 +15,8 @@ INSTEAD = {
     "upstream's sums of bias and residual": ("layer_residuals",),
     "upstream's bias and activation": ("mlp_forward",),
     "Transformer Engine's attention": (
-        *("attention_forward", "te_attention", "attention_choice", "attention_backend", "flash_attention_installed"),
+        *("attention_forward", "te_attention", "attention_settings", "attention_scale"),
+        *("attention_choice", "attention_backend", "flash_attention_installed"),
     ),
     "weight gradients on the main stream": ("gemm_workspace", "side_products.linear", "side_products.layernorm_linear"),
     "weight gradients added after their product": ("weight_gradients.Linear", "weight_gradients.LayerNormLinear"),

@@ -46,6 +46,19 @@ _VISION = seams_of(
         "attention of one segment",
         takes="qkv_format attn_mask_type cu_seqlens_q cu_seqlens_kv max_seqlen_q max_seqlen_kv",
     ),
+    attention_settings=read(
+        f"{TE_ATTENTION}:DotProductAttention.__init__",
+        "other kernels attend only where it is set up for plain softmax",
+        "self.attention_dropout = attention_dropout",
+        "self.softmax_type = softmax_type",
+        "self.return_max_logit = return_max_logit",
+        "self.window_size = dpa_utils.check_set_window_size(attn_mask_type, window_size)",
+    ),
+    attention_scale=read(
+        f"{TE_ATTENTION_BACKENDS}:FusedAttention.__init__",
+        "what other kernels multiply products of queries and keys by",
+        "self.softmax_scale = softmax_scale",
+    ),
     gemm_workspace=swapped(
         f"{TE_GEMM}:general_gemm(A, B, layout, out, bias, accumulate, grad, ub, extra_output)",
         "weight gradients of two streams have a workspace each",
