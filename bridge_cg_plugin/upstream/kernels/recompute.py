@@ -33,8 +33,8 @@ ATTENTION, HIDDEN = "attention_dropout", "hidden_dropout"
 def random_states() -> tuple[torch.Generator, ...]:
     """Return the generators of megatron-core's tracker.
 
-    Dropout draws from them, and under sequence parallelism they stand in for the default generator in a decoder's
-    layers, where attention asks for its state without dropout, too.
+    Dropout draws from them. They stand in for the default generator in attention, and under sequence parallelism in a
+    decoder's layers; attention asks for its state without dropout, too: always before Transformer Engine 2.20.
     """
     return tuple(state for state in _states().values() if isinstance(state, torch.Generator))
 

@@ -88,7 +88,8 @@ def encoder_helper(
         VisionWorkload(vision_model, options, family, GRIDS),
         executor
         or default_executor(
-            isolated=without_collectives(tensor),
+            random_states,
+            without_collectives(tensor),
             shared=tensor is not None,
             side_stream=options.streams != 1,
             releasable=releasable,
