@@ -22,7 +22,7 @@ from bridge_cg_plugin.language.packed.batch import (
     token_angles,
 )
 from bridge_cg_plugin.upstream.decoder.block import TransformerBlockFamily, takes_longest
-from bridge_cg_plugin.upstream.decoder.layers import MAX_SEQLENS
+from bridge_cg_plugin.upstream.decoder.layers import MAX_SEQLENS, packed_params
 
 documents = st.lists(st.integers(0, 30), min_size=1, max_size=12).filter(any)
 WIDTH = 6
@@ -158,6 +158,13 @@ def test_copies_have_memory_of_their_own(sizes):
         tensor.zero_()
     for copy, (count, _, dtype) in zip(made, sizes, strict=True):
         assert torch.equal(copy, filled(count, dtype)) and copy.is_contiguous() and not copy._is_view()
+
+
+@pytest.mark.parametrize("names", [OFFSETS, (*OFFSETS, *PADDED_OFFSETS)], ids=["filled", "with padding"])
+def test_padding_between_documents_is_told(names):
+    """Transformer Engine before 2.18 reads the device to find it."""
+    recorded = packed_params(SimpleNamespace(offsets=dict.fromkeys(names, offsets_of([5, 7])), longest=7))
+    assert recorded.pad_between_seqs is (True if names != OFFSETS else None)
 
 
 TOKENS = 12

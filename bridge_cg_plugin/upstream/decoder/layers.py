@@ -59,7 +59,11 @@ def packed_params(pack: RecordedPack, indexed: int = 0) -> Any:
 
     offsets, longest = pack.offsets, dict.fromkeys(MAX_SEQLENS, pack.longest)
     indices = document_indices(offsets.get(PADDED_OFFSETS[0], offsets[OFFSETS[0]]), indexed) if indexed else None
-    return PackedSeqParams(qkv_format="thd", **offsets, **longest, seq_idx=indices)
+    made = PackedSeqParams(qkv_format="thd", **offsets, **longest, seq_idx=indices)
+    # Transformer Engine before 2.18 reads offsets to find padding; megatron-core before 0.19 cannot tell it.
+    if PADDED_OFFSETS[0] in offsets and hasattr(made, "pad_between_seqs"):
+        made.pad_between_seqs = True
+    return made
 
 
 def attention_part(layer: UpstreamModule) -> DecoderPart:
