@@ -1,6 +1,8 @@
 """By which kernels eager attends: what Transformer Engine and megatron-core make of variables and options."""
 
+import dataclasses
 import importlib
+import inspect
 import os
 from itertools import product
 from types import SimpleNamespace
@@ -35,7 +37,11 @@ def gpu(monkeypatch):
         monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)  # the first one's process is given advice
         monkeypatch.setattr(engine, "get_device_compute_capability", lambda: capability)
         monkeypatch.setattr(engine, "get_cudnn_version", lambda *unused: (9, 19, 0))
-        monkeypatch.setattr(engine, "_get_fused_attn_backend", lambda **unused: (1, ""))
+        kernels = engine.FusedAttnBackend["F16_arbitrary_seqlen"]
+        if hasattr(engine, "_get_fused_attn_backend"):
+            monkeypatch.setattr(engine, "_get_fused_attn_backend", lambda **unused: (kernels, ""))
+        else:  # Transformer Engine before 2.20
+            monkeypatch.setattr(engine.tex, "get_fused_attn_backend", lambda *unused: kernels)
         monkeypatch.setattr(engine.FlashAttentionUtils, "is_installed", installed)
         for flag in ("v2_plus", "v2_1_plus", "v2_3_plus", "v2_4_plus", "v2_4_1_plus"):
             monkeypatch.setattr(engine.FlashAttentionUtils, flag, installed)
@@ -47,9 +53,10 @@ def gpu(monkeypatch):
 def attends_by_fused_kernels(engine):
     """Return what Transformer Engine chooses for packed segments; None where it has nothing to choose."""
     call = {"qkv_layout": "thd_thd_thd", "num_tokens_q": 512, "num_tokens_kv": 512, "window_size": (-1, -1)}
-    params = engine.AttentionParams(
-        **call, head_dim_qk=72, head_dim_v=72, attn_mask_type="padding", batch_size=4, is_training=True
-    )
+    call |= {"head_dim_qk": 72, "head_dim_v": 72, "attn_mask_type": "padding", "batch_size": 4, "is_training": True}
+    call |= {"core_attention_bias_shape": None}  # as the attention module calls it
+    known = {field.name for field in dataclasses.fields(engine.AttentionParams)}  # 2.18 asks for no numbers of tokens
+    params = engine.AttentionParams(**{name: value for name, value in call.items() if name in known})
     flash, _, fused, _, unfused, _ = engine.get_attention_backend(params)
     return bool(fused) if flash or fused or unfused else None
 
@@ -58,8 +65,10 @@ def attends_by_fused_kernels(engine):
 @pytest.mark.parametrize("installed", [False, True], ids=["", "flash-attn"])
 def test_eager_attends_by_what_transformer_engine_chooses(gpu, capability, installed):
     engine = gpu(capability, installed)
-    for values in product((None, "0", "1"), repeat=len(VARIABLES)):
-        given = {name: value for name, value in zip(VARIABLES, values, strict=True) if value is not None}
+    # Releases before 2.18 know no versions of flash-attn.
+    read = [name for name in VARIABLES if f'"{name}"' in inspect.getsource(engine)]
+    for values in product((None, "0", "1"), repeat=len(read)):
+        given = {name: value for name, value in zip(read, values, strict=True) if value is not None}
         with mock.patch.dict(os.environ, given):
             assert (fused_attention_refusal() is None) == bool(attends_by_fused_kernels(engine)), given
 
