@@ -6,6 +6,7 @@ watched dict calls back before it changes, and costs nothing while it does not.
 
 import atexit
 import ctypes
+import sys
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -16,6 +17,8 @@ Listener = Callable[[dict[Any, Any], Hashable, Any], None]
 MISSING: Any = object()
 # Of CPython's `PyDict_WatchEvent`. The others are of one key.
 _CLONED, _CLEARED, _DEALLOCATED = 3, 4, 5
+# From Python 3.13 on values of an object's attributes may lie in the object, whose writes then pass its dict by.
+_VALUES_IN_OBJECTS = sys.version_info[:2] >= (3, 13)
 _Callback = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)
 
 
@@ -35,6 +38,9 @@ class DictWatcher:
         """Call a bound method before every change of a dict, until `unwatch` or for as long as its object lives."""
         if self._number is None:
             self._number = self._add()
+        if _VALUES_IN_OBJECTS and type(table) is dict and id(table) not in self._listeners:
+            table["_"] = None
+            table.popitem()  # gives the dict values of its own
         self._listeners[id(table)] = (*self._others(table, listener), WeakMethod(listener))
         ctypes.pythonapi.PyDict_Watch(self._number, ctypes.py_object(table))
 
