@@ -93,7 +93,7 @@ def test_losses_and_gradients_are_eagers(build, sample, sizes, family, attribute
 @every_model
 def test_steps_of_the_train_loop_drive_the_graphs(build, sample, sizes, family, attribute, monkeypatch):
     """Also on releases whose own loop drives Qwen3-VL's encoder: it does not know these."""
-    monkeypatch.setattr(helpers, "default_executor", lambda **_: ReferenceExecutor())
+    monkeypatch.setattr(helpers, "default_executor", lambda *_, **__: ReferenceExecutor())
     model = build(**DRIVEN)
     chunks = [nn.Module()]
     chunks[0].module = model

@@ -261,15 +261,17 @@ def test_embedded_patches_have_the_type_that_autocast_computes_in():
     assert_close([found], [expected], 1e-4)
 
 
-def test_of_a_replays_hidden_states_the_last_can_be_had():
-    """What lies beside smaller images is not read."""
+@pytest.mark.parametrize("asked", [True, -1], ids=["all", "the last"])
+def test_of_a_replays_hidden_states_the_last_can_be_had(asked):
+    """What lies beside smaller images is not read. Transformers 5.23 asks for one layer's alone."""
     model = new_pixtral()
     pixels, sizes = draw_padded(PADDED)
     expected = PIXTRALS.results(model, PADDED)
     for image, (height, width) in enumerate(sizes.tolist()):
         pixels[image, :, height:] = pixels[image, :, :, width:] = torch.nan
     with graphs_on(model, **PIXTRALS.largest) as graphs:
-        returned = graphs.model(pixels, image_sizes=sizes, output_hidden_states=True, return_dict=True)
+        returned = graphs.model(pixels, image_sizes=sizes, output_hidden_states=asked, return_dict=True)
+        assert graphs.statistics().fallbacks == {}
         assert_close([returned.hidden_states[-1]], expected[0], TOLERANCE)
         assert returned.hidden_states[-1] is returned.last_hidden_state
         with pytest.raises(OptionError, match="vision_feature_layer=-2: it must be -1"):

@@ -124,7 +124,7 @@ class PixtralEncoder(TowerEncoder):
     def read(  # type: ignore[override]  # sizes in place of a grid
         self, grids: HostGrids, pixel_values: Tensor, image_sizes: Any = None, **others: Any
     ) -> Call:
-        """See `Encoder`. Bridge's model asks for all hidden states, and reads the last."""
+        """See `Encoder`. Bridge's model asks for all hidden states, or the last (transformers 5.23), and reads it."""
         check_device(pixel_values, self.weight().device)
         config, side = self.model.config, self._side
         misfit = _misfit(pixel_values, image_sizes, config.num_channels)
@@ -135,7 +135,8 @@ class PixtralEncoder(TowerEncoder):
             if self._from_table:
                 _refuse_large(rows, config.image_size // side)
         sizes = image_sizes if isinstance(image_sizes, Tensor) else None
-        hidden = others.get("output_hidden_states") is True
+        asked = others.get("output_hidden_states")
+        hidden = asked is True or asked == -1
         usual = hidden and returns_an_object(self.model, {**others, "output_hidden_states": False})
         return encoder_call(EncoderBatch(pixel_values, rows, shape_of(rows), sizes), usual, misfit)
 

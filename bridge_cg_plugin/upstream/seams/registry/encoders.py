@@ -114,7 +114,9 @@ _MINISTRAL3 = seams_of(
     ministral3_features=read(
         f"{HF}.mistral3.modeling_mistral3:Mistral3Model.get_image_features",
         "the tower is asked for all hidden states, of which the last are read",
-        *("image_sizes=image_sizes", "output_hidden_states=True", "image_outputs.hidden_states[vision_feature_layer]"),
+        *("image_sizes=image_sizes", "image_outputs.hidden_states[vision_feature_layer]"),
+        # Before transformers 5.18, before 5.23, and from then on, where it asks for those of one layer.
+        ("output_hidden_states=True", "kwargs['output_hidden_states'] = True", "select_hidden_states("),
     ),
     pixtral_forward=_forward(
         f"{PIXTRAL}:PixtralVisionModel.forward(pixel_values, image_sizes)",
