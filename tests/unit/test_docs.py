@@ -271,7 +271,7 @@ def test_every_command_of_bridge_cg_is_in_the_documentation():
 
 COMMIT = re.compile(r"(?<![\w.+-])(?=[0-9a-f]*\d)(?=[0-9a-f]*[a-f])[0-9a-f]{7,40}(?![\w.-])")
 # Commits of other repositories: `docs/releases.md` names upstream's.
-OTHERS = {"6124fbe38", "d98e8a64d", "d48bd6be0"}
+OTHERS = {"6124fbe38", "d98e8a64d", "d48bd6be0", "067f987df", "d0067d0da"}
 
 
 def git(*words):
