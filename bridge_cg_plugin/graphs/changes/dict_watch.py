@@ -39,7 +39,7 @@ class DictWatcher:
         if self._number is None:
             self._number = self._add()
         if _VALUES_IN_OBJECTS and type(table) is dict and id(table) not in self._listeners:
-            table["_"] = None
+            table["__bridge_cg__"] = None
             table.popitem()  # gives the dict values of its own
         self._listeners[id(table)] = (*self._others(table, listener), WeakMethod(listener))
         ctypes.pythonapi.PyDict_Watch(self._number, ctypes.py_object(table))
