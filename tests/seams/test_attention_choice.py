@@ -1,6 +1,5 @@
 """By which kernels eager attends: what Transformer Engine and megatron-core make of variables and options."""
 
-import dataclasses
 import importlib
 import inspect
 import os
@@ -52,11 +51,10 @@ def gpu(monkeypatch):
 
 def attends_by_fused_kernels(engine):
     """Return what Transformer Engine chooses for packed segments; None where it has nothing to choose."""
-    call = {"qkv_layout": "thd_thd_thd", "num_tokens_q": 512, "num_tokens_kv": 512, "window_size": (-1, -1)}
-    call |= {"head_dim_qk": 72, "head_dim_v": 72, "attn_mask_type": "padding", "batch_size": 4, "is_training": True}
-    call |= {"core_attention_bias_shape": None}  # as the attention module calls it
-    known = {field.name for field in dataclasses.fields(engine.AttentionParams)}  # 2.18 asks for no numbers of tokens
-    params = engine.AttentionParams(**{name: value for name, value in call.items() if name in known})
+    call = {"qkv_layout": "thd_thd_thd", "attn_mask_type": "padding", "window_size": (-1, -1), "is_training": True}
+    if "num_tokens_q" in engine.AttentionParams.__dataclass_fields__:  # from Transformer Engine 2.20 on
+        call |= {"num_tokens_q": 512, "num_tokens_kv": 512}
+    params = engine.AttentionParams(**call, head_dim_qk=72, head_dim_v=72, batch_size=4, core_attention_bias_shape=None)
     flash, _, fused, _, unfused, _ = engine.get_attention_backend(params)
     return bool(fused) if flash or fused or unfused else None
 

@@ -39,6 +39,9 @@ LEFT_OUT = {
     "Transformer Engine's RMSNorm in backward": {"rmsnorm.rmsnorm_bwd"},
     "offloading of what could be recomputed": {"layernorm_linear.apply_normalization", *PRODUCTS},
 }
+# Without these, no other kernel is asked for; one segment attends unpacked as before.
+SETTINGS = ("attention_settings", "attention_scale")
+LEFT_OUT |= dict.fromkeys(SETTINGS, set())
 CHOICE = ("attention_choice", "attention_backend", "flash_attention_installed")
 
 
@@ -103,6 +106,14 @@ def test_attention_that_is_chosen_otherwise_is_not_called_directly(active, break
     monkeypatch.setattr(direct_attention, "_process_refusal", lambda: None)
     break_seam(seam(name))
     assert "chooses attention otherwise" in direct_attention.direct_attention_refusal()
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_attention_that_is_set_up_otherwise_is_not_replaced(active, break_seam, monkeypatch, name):
+    monkeypatch.setattr(direct_attention, "_process_refusal", lambda: None)
+    break_seam(seam(name))
+    for refusal in (direct_attention.direct_attention_refusal(), direct_attention.flash_attention_refusal()):
+        assert "sets attention up otherwise" in refusal
 
 
 def test_every_swap_of_the_contract_may_be_left_out():

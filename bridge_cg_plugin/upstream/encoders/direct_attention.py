@@ -15,6 +15,7 @@ from ...graphs.instance import every_module
 from ...upstream_types import UpstreamModule
 from ..kernels.layers import is_te_attention, kernels_available
 from ..kernels.transformer_engine import HOPPER, fused_attention_refusal
+from ..seams.states import fits
 from ..wrappers import overridden
 
 CUDNN, FLASH = "...vision.kernels.cudnn_attention", ".flash_attention"
@@ -25,7 +26,7 @@ def direct_attention_refusal() -> str | None:
 
     It is called only where eager attends by the same kernels, so that outputs stay eager's.
     """
-    return _process_refusal() or fused_attention_refusal() or _unavailable(CUDNN)
+    return _process_refusal() or _settings_refusal() or fused_attention_refusal() or _unavailable(CUDNN)
 
 
 def segment_attention_refusal() -> str | None:
@@ -41,13 +42,19 @@ def flash_attention_refusal() -> str | None:
 
     Its outputs differ from eager's in any case, so the kernels by which eager attends do not matter.
     """
-    return _process_refusal() or _unavailable(FLASH)
+    return _process_refusal() or _settings_refusal() or _unavailable(FLASH)
 
 
 def _process_refusal() -> str | None:
     if deterministic():
         return "deterministic algorithms are asked for"
     return None if kernels_available() else "there is no GPU with Triton"
+
+
+def _settings_refusal() -> str | None:
+    if fits("attention_settings", "attention_scale"):
+        return None
+    return "this release sets attention up otherwise than those that were looked at"
 
 
 def _age_refusal() -> str | None:

@@ -147,7 +147,7 @@ def is_te_attention(module: nn.Module) -> bool:
     extensions = sys.modules.get(EXTENSIONS)
     if extensions is None or type(module) is not extensions.TEDotProductAttention:
         return False
-    if not fits("attention_forward", "te_attention", "attention_settings", "attention_scale"):
+    if not fits("attention_forward", "te_attention"):
         return False
     kernels = filter(None, map(module._modules.get, ("fused_attention", "flash_attention")))
     (base, *_) = extensions.TEDotProductAttention.__bases__
