@@ -61,7 +61,8 @@ class NotSupported(Exception):
 @pytest.fixture
 def with_plans(monkeypatch):
     """Return a function that lets plans be of a class of the test's."""
-    remembered = (cudnn_attention.segment_plans, cudnn_attention._handle, cudnn_attention._say_refused)
+    names = ("segment_plans", "_forward_plan", "_handle", "_say_refused")
+    remembered = [getattr(cudnn_attention, name) for name in names]
     fake = SimpleNamespace(create_handle=lambda: object(), cudnnGraphNotSupportedError=NotSupported)
     monkeypatch.setitem(sys.modules, "cudnn", fake)
     monkeypatch.setattr(cudnn_attention, "forward_graph", lambda cudnn, shape, handle: ("forward", shape, handle))
@@ -105,9 +106,24 @@ def test_plans_are_kept_as_recorded_graphs_run_their_kernels(with_plans):
     first = cudnn_attention.segment_plans(SHAPE, 0)
     assert cudnn_attention.segment_plans(SegmentShape(8, 3392, 6720, 16, 72, torch.bfloat16, 72**-0.5), 0) is first
     cudnn_attention.segment_plans(SHAPE, 1)
-    assert [(graph[0], graph[1]) for graph, _ in made] == 2 * [("forward", SHAPE), ("backward", SHAPE)]
+    forward = dataclasses.replace(SHAPE, largest=8192, tokens=0)
+    assert [(graph[0], graph[1]) for graph, _ in made] == 2 * [("forward", forward), ("backward", SHAPE)]
     handles = [handle for _, handle in made]
     assert handles[0] is handles[1] is not handles[2]
+
+
+def test_buckets_share_a_forward_plan_as_far_as_segments_go(with_plans):
+    made = []
+
+    class Plan:
+        def __init__(self, cudnn, graph, handle):
+            made.append((graph[0], graph[1].largest))
+
+    with_plans(Plan)
+    shapes = [dataclasses.replace(SHAPE, largest=largest, tokens=2 * largest) for largest in (3392, 8192, 8193)]
+    forwards = [cudnn_attention.segment_plans(shape, 0)[0] for shape in shapes]
+    assert forwards[0] is forwards[1] is not forwards[2]
+    assert [largest for kind, largest in made if kind == "forward"] == [8192, 16384]
 
 
 def test_plans_are_not_built_inside_a_capture(with_plans, monkeypatch):

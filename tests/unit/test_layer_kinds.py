@@ -52,7 +52,7 @@ def ran_in(make, wants_gradients=True):
     ran: list[int] = []
     model = make(ran)
     before = [dict(vars(layer)) for layer in model.layers]
-    with one_layer_of_each_kind([model]):
+    with one_layer_of_each_kind([model], {}):
         model(torch.ones(2, 4, requires_grad=wants_gradients)).sum().backward()
     assert [dict(vars(layer)) for layer in model.layers] == before
     return ran

@@ -19,6 +19,7 @@ from .dict_watch import MISSING, WATCHER
 from .state import (
     CONFIG,
     CONTAINERS,
+    HOLDING_TENSORS,
     HOOKS,
     NESTED,
     NOTHING_EXEMPT,
@@ -297,21 +298,22 @@ class ModelWatch:
 
         A replay gives gradients to parameters and inputs alone. What a pass has left in an attribute is no such tensor.
         """
-        found = (place for place, v in self._values(modules) if isinstance(v, torch.Tensor) and v.requires_grad)
-        return next(found, None)
+        found = ((m, name) for m, name, v in self._values(modules) if isinstance(v, torch.Tensor) and v.requires_grad)
+        return next((f"{self.name(module)}.{name}" for module, name in found), None)
 
     def tensors_of(self, modules: Iterable[nn.Module]) -> Iterator[torch.Tensor]:
         """Return the tensors that modules hold besides parameters and what a pass leaves behind."""
-        return (t for _, value in self._values(modules) for t in tensors_in(value) if not t.requires_grad)
+        return (t for *_, value in self._values(modules) for t in tensors_in(value) if not t.requires_grad)
 
-    def _values(self, modules: Iterable[nn.Module]) -> Iterator[tuple[str, Any]]:
-        """Yield the buffers of modules, and attributes that no pass left and nobody else writes, with their names."""
+    def _values(self, modules: Iterable[nn.Module]) -> Iterator[tuple[nn.Module, str, Any]]:
+        """Yield buffers, and what may hold tensors in attributes that no pass left and nobody else writes."""
+        passed_over = OF_EVERY_MODULE.union(self.ignored)
         for module in modules:
-            left = self._modules[module].left.keys() if module in self._modules else ()
-            passed_over = OF_EVERY_MODULE.union(self.ignored, left)
-            attributes = ((name, value) for name, value in vars(module).items() if name not in passed_over)
-            for name, value in (*module._buffers.items(), *attributes):
-                yield f"{self.name(module)}.{name}", value
+            left = self._modules[module].left if module in self._modules else ()
+            yield from ((module, *buffer) for buffer in module._buffers.items())
+            for name, value in vars(module).items():
+                if name not in passed_over and name not in left and isinstance(value, HOLDING_TENSORS):
+                    yield module, name, value
 
     def name(self, module: nn.Module) -> str:
         """Return a module's name for messages."""

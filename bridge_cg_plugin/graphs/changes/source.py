@@ -1,7 +1,7 @@
 """What recordings were made from: if it does not hold any more, they compute something else than the model."""
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import repeat
@@ -107,6 +107,7 @@ class Source:
         moved_here: Whether this rank's memory was moved since the state's first source.
         warm: Modes that were recorded in this state.
         unproven: Recordings that were not compared with eager, by the same; equal on ranks that recorded together.
+        kinds: Of layers, by the mode; see `one_layer_of_each_kind`.
     """
 
     def __init__(
@@ -132,6 +133,7 @@ class Source:
         self.failed: dict[tuple[Bucket, Mode], Retry] = {} if instead_of is None else instead_of.failed
         self.recorded_by_other_ranks: frozenset[tuple[int, Bucket, Mode]] = frozenset()
         self.warm: set[Mode] = set()
+        self.kinds: dict[Mode, dict[nn.Module, Hashable]] = {}
         self.unproven: set[tuple[int, Bucket, Mode]] = set() if instead_of is None else instead_of.unproven
         if instead_of is not None:
             self.follow(instead_of)

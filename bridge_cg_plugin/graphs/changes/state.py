@@ -133,6 +133,10 @@ def inside(value: Any, depth: int) -> Iterator[Any]:
             yield from inside(each, depth - 1)
 
 
+# What `tensors_in` looks into.
+HOLDING_TENSORS = (torch.Tensor, list, tuple, dict)
+
+
 def tensors_in(value: Any, depth: int = NESTED) -> Iterator[torch.Tensor]:
     """Return a tensor itself, and of a list, a tuple or a dict the tensors inside."""
     if isinstance(value, torch.Tensor):
@@ -384,10 +388,18 @@ class Contents:
         held = ((holder, *each) for holder in holders for each in holder.containers())
         self._held = [(*each, dict(each[2]) if isinstance(each[2], dict) else list(each[2])) for each in held]
 
+    def _replaced(self) -> Iterator[tuple[Holder, str | None, Any, Any]]:
+        """Yield what holds other objects now, with those from before."""
+        for each in self._held:  # thousands, and nearly all hold the same
+            _, _, now, before = each
+            same = len(now) == len(before) and all(map(operator.is_, now, before))
+            if not (same and (isinstance(before, list) or all(map(operator.is_, now.values(), before.values())))):
+                yield each
+
     def changed(self) -> dict[str, bool]:
         """Return the attributes that hold something else now, and whether each holds a plain value or tensors."""
         found: dict[str, bool] = {}
-        for holder, attribute, container, before in self._held:
+        for holder, attribute, container, before in self._replaced():
             for key, now in _differences(container, before):
                 name = key if attribute is None else attribute
                 if name in holder.ignored or name == TRAINING:
@@ -400,20 +412,17 @@ class Contents:
     def put_back(self) -> None:
         """Let dicts, lists and sets hold what they held, without taking it for a change of the model."""
         with WATCHER.silent():
-            for _, _, container, before in self._held:
-                if any(True for _ in _differences(container, before, by_token=False)):
-                    container.clear()
-                    container.extend(before) if isinstance(container, list) else container.update(before)
+            for *_, container, before in self._replaced():
+                container.clear()
+                container.extend(before) if isinstance(container, list) else container.update(before)
 
 
-def _differences(container: Any, before: Any, by_token: bool = True) -> Iterator[tuple[str, Any]]:
+def _differences(container: Any, before: Any) -> Iterator[tuple[str, Any]]:
     """Yield the keys of a dict whose values are others than before, with these; of a list or set one key."""
-    if _has(container, _elements_of(before)):  # nearly always
-        return
     if not isinstance(container, dict):
         yield "", container
         return
     for key in before.keys() | container.keys():
         old, now = before.get(key, MISSING), container.get(key, MISSING)
-        if old is not now and not (by_token and token(old) == token(now)):
+        if old is not now and token(old) != token(now):
             yield key, now

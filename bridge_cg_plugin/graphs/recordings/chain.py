@@ -132,6 +132,7 @@ class Part:
             as_capture_error(f"bucket {bucket}"),
             put_back(self.executor.generators()),  # ranks draw alike, and one of them may record alone
             self.watch.undone(unless_it_ends=True),
+            self.watch.passing(),
         ):
             yield copies_of(self.watch.tensors_of(every_module(self.watch.roots)))
 
@@ -153,7 +154,7 @@ class Part:
             partial(self.watch.passing, switched),
             slot.common.border,
         )
-        body.state = source.number
+        body.state, body.kinds = source.number, source.kinds.setdefault(mode, {})
         body.looked_at = partial(watched_pass, self.watch, self.executor.generators())
         for_gradients = slot.common.border or slot.static
 
@@ -174,8 +175,7 @@ class Part:
         """
         held = self.watch.contents()
         with tensors_put_back(kept):
-            with self.watch.passing():
-                yield
+            yield
             changed = held.changed()
             if briefly and (first := [place for place in changed if place not in self._always_changed]):
                 raise CaptureError(f"layers' first passes change attributes: {listed(first)}")
@@ -391,8 +391,6 @@ class Chain:
             if warm:
                 try:
                     return self._record_parts(index, wanted, bucket, mode, briefly=True)
-                except OutOfMemoryInCapture:
-                    raise
                 except CaptureError as error:
                     LOGGER.info("%s: bucket %s needs whole warm-up passes: %s", first.name, bucket, error)
                     release_frames(error)  # which hold the recording that is thrown away; the next one takes its memory

@@ -188,7 +188,7 @@ class Executor(ABC):
         before, after = self._hooks
         before()
         try:
-            with self._aside(body):
+            with self._aside(body, tidy=not briefly):
                 _run(body, make_output_gradients, briefly)
                 if not briefly:
                     with body.looked_at():
@@ -209,8 +209,13 @@ class Executor(ABC):
             body.activations = before
 
     @abstractmethod
-    def _aside(self, body: RegionBody) -> AbstractContextManager[None]:
-        """Return what passes of a body run in, of which nothing is left afterwards."""
+    def _aside(self, body: RegionBody, tidy: bool = True) -> AbstractContextManager[None]:
+        """Return what passes of a body run in, of which nothing is left afterwards.
+
+        Args:
+            body: The work.
+            tidy: Whether memory that PyTorch has left over goes back to the device.
+        """
 
     @abstractmethod
     def side_stream(self) -> SideStream:
@@ -346,7 +351,7 @@ class CudaGraphExecutor(Executor):
         return PlainMemory()
 
     @contextmanager
-    def _aside(self, body: RegionBody) -> Iterator[None]:
+    def _aside(self, body: RegionBody, tidy: bool = True) -> Iterator[None]:
         """See `Executor`: on the stream of recordings."""
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
         try:
@@ -356,7 +361,8 @@ class CudaGraphExecutor(Executor):
             body.forget()
             torch.cuda.current_stream(self.device).wait_stream(self._stream)
         torch.cuda.synchronize(self.device)
-        torch.cuda.empty_cache()
+        if tidy:
+            torch.cuda.empty_cache()
 
     def side_stream(self) -> SideStream:
         """See `Executor`. All recordings share one side stream: their memory may overlap, as on the main stream."""
@@ -409,7 +415,7 @@ class ReferenceExecutor(Executor):
         return SlotMemory()
 
     @contextmanager
-    def _aside(self, body: RegionBody) -> Iterator[None]:
+    def _aside(self, body: RegionBody, tidy: bool = True) -> Iterator[None]:
         """See `Executor`."""
         try:
             with self.isolated():

@@ -1,6 +1,6 @@
 """The work that is recorded of one region at one bucket, over stand-ins for the region's parameters."""
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import repeat
@@ -232,6 +232,7 @@ class RegionBody:
         output_gradients: Buffers that the backward reads.
         activations: What keeps the tensors that autograd saves.
         looked_at: Entered around the pass over one layer of each kind that follows a whole warm-up pass.
+        kinds: Those of layers, as far as they are known.
     """
 
     def __init__(
@@ -255,6 +256,7 @@ class RegionBody:
         self.bucket, self.state = bucket, 0
         self.activations = STAY
         self.looked_at: Callable[[], AbstractContextManager[None]] = nullcontext
+        self.kinds: dict[nn.Module, Hashable] = {}
         self._device_type = next(iter(buffers.values())).device.type
         self._live: tuple[list[Root | None], list[Tensor], dict[nn.Parameter, nn.Parameter]] | None = None
 
@@ -328,7 +330,7 @@ class RegionBody:
 
     def one_layer_of_each_kind(self) -> AbstractContextManager[None]:
         """Be around passes whose values nobody reads: see `layer_kinds`."""
-        return one_layer_of_each_kind(self._program.modules())
+        return one_layer_of_each_kind(self._program.modules(), self.kinds)
 
     @property
     def static_tensors(self) -> tuple[Tensor, ...]:

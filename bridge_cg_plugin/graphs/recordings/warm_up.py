@@ -274,13 +274,17 @@ NUMBERS = frozenset(("layer_number", "layer_idx", "layer_no", "name"))
 
 
 class _Pass:
-    """Runs layers' forwards, one of each kind."""
+    """Runs layers' forwards, one of each kind.
 
-    def __init__(self) -> None:
+    Args:
+        kinds: Of layers that passes of the model in the same state looked at; those of others come to it.
+    """
+
+    def __init__(self, kinds: dict[nn.Module, Hashable]) -> None:
         # Of each kind: the layer that computed, what it returned behind the hidden states, all None (None: it returned
         # these alone), and its other arguments, kept so that no other object takes their identity.
         self._ran: dict[Hashable, tuple[nn.Module, tuple[None, ...] | None, tuple[object, ...]]] = {}
-        self._kinds: dict[nn.Module, Hashable] = {}
+        self._kinds = kinds
         # Of configurations, which have hundreds of settings each and are shared by modules.
         self._settings: dict[int, tuple[object, Hashable]] = {}
 
@@ -304,7 +308,8 @@ class _Pass:
 
     def look_at(self, layer: nn.Module) -> None:
         """Note a layer's kind, before anything of the pass stands in for functions of its own."""
-        self._kinds[layer] = tuple(self._traits(name, module) for name, module in layer.named_modules())
+        if layer not in self._kinds:
+            self._kinds[layer] = tuple(self._traits(name, module) for name, module in layer.named_modules())
 
     def _traits(self, name: str, module: nn.Module) -> Hashable:
         """Return what decides a module's kernels: class, settings, functions of its own, tensors' sizes."""
@@ -320,7 +325,7 @@ class _Pass:
 
 
 @contextmanager
-def one_layer_of_each_kind(roots: Sequence[nn.Module]) -> Iterator[None]:
+def one_layer_of_each_kind(roots: Sequence[nn.Module], kinds: dict[nn.Module, Hashable]) -> Iterator[None]:
     """Let the first of layers that are alike compute; the others return the hidden states that they are called with.
 
     Layers are alike where their modules, the sizes of their parameters, their settings and the arguments besides the
@@ -328,8 +333,9 @@ def one_layer_of_each_kind(roots: Sequence[nn.Module]) -> Iterator[None]:
 
     Args:
         roots: Modules; what their outermost lists of modules hold are the layers.
+        kinds: Of layers, kept for other passes of the model in the same state and mode.
     """
-    once = _Pass()
+    once = _Pass(kinds)
     layers = dict.fromkeys(layer for root in roots for layer in _layers(root))
     for layer in layers:
         once.look_at(layer)
