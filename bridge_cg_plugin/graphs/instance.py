@@ -1,6 +1,7 @@
 """One method of a module, replaced on the instance."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 from weakref import WeakValueDictionary
@@ -88,3 +89,37 @@ def every_module(roots: Sequence[nn.Module]) -> list[nn.Module]:
             found[module] = None
             waiting += [child for child in reversed(module._modules.values()) if child is not None]
     return list(found)
+
+
+def has_parameters(module: nn.Module) -> bool:
+    """Whether a module itself has parameters."""
+    return bool(module._parameters)
+
+
+# By what was asked and of which roots; None where modules may change between two questions.
+_answers: dict[tuple[Any, ...], list[nn.Module]] | None = None
+
+
+@contextmanager
+def asked_once() -> Iterator[None]:
+    """Let `modules_where` ask each question once inside, where nobody else changes modules."""
+    global _answers
+    before, _answers = _answers, {}
+    try:
+        yield
+    finally:
+        _answers = before
+
+
+def modules_where(wanted: Callable[[nn.Module], bool], roots: Sequence[nn.Module]) -> list[nn.Module]:
+    """Return those of `every_module` for which something holds.
+
+    Args:
+        wanted: Whether it holds.
+        roots: Roots of the modules.
+    """
+    question = (wanted, *map(id, roots))
+    answers = {} if _answers is None else _answers
+    if question not in answers:
+        answers[question] = list(filter(wanted, every_module(roots)))
+    return answers[question]

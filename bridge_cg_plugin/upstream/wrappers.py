@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..graphs.changes.dict_watch import WATCHER
-from ..graphs.instance import every_module
+from ..graphs.instance import modules_where
 
 WRAPPER_DEPTH = 8
 # Where a model holds the model that has parts of its own.
@@ -81,6 +81,6 @@ def forwards_replaced(
         wanted: Whether a module's is replaced.
     """
     with ExitStack() as stack:
-        for module in filter(wanted, every_module(modules)):
+        for module in modules_where(wanted, modules):
             stack.enter_context(overridden(module, "forward", partial(forward, module)))
         yield

@@ -290,9 +290,8 @@ class Holder:
         changed = (name for name in now.keys() | before.keys() if not _alike(before, now, name))
         return [name for name in changed if not _is_as_long(before.get(name), now.get(name))]
 
-    def containers(self) -> Iterator[tuple[str | None, Any]]:
-        """Yield the dicts, lists and sets that the owner holds, with the attribute of those that are not its own."""
-        yield from ((attribute, table) for table, attribute in self.tables)
+    def containers(self) -> Iterator[tuple[str, Any]]:
+        """Yield the dicts, lists and sets that no watcher sees change, with the attribute that they are in."""
         for name, (depth, _) in self.unwatched.items():
             found = _mutable(vars(self.owner).get(name), depth)
             yield from ((name, each) for each in found if type(each) in (dict, list, set))
@@ -381,30 +380,40 @@ def listed(texts: Sequence[str]) -> str:
     return "; ".join(texts[:MOST_NAMED]) + more
 
 
-class Contents:
-    """What holders hold when the object is made: what is in their dicts, and in lists and sets in attributes."""
+# Whose a dict is, with the attribute that it is the value of; see `Holder.tables`.
+Owners = list[tuple[Holder, str | None]]
+# Of writes to dicts, by the dict's id and the key: the dict, whose it is, and what was there before the first.
+Log = dict[tuple[int, Hashable], tuple[dict[Any, Any], Owners, Any]]
 
-    def __init__(self, holders: Iterable[Holder]) -> None:
+
+def overwritten(log: Log) -> Iterator[tuple[Holder, str, Any]]:
+    """Yield the attributes whose dicts do not hold again what they held, with what they hold."""
+    for (_, key), (table, owners, old) in log.items():
+        now = table.get(key, MISSING)
+        if owners and old is not now and token(old) != token(now):
+            for holder, attribute in owners:
+                yield (holder, str(key), now) if attribute is None else (holder, attribute, table)
+
+
+class Contents:
+    """What holders other than classes hold when the object is made.
+
+    Args:
+        holders: Those with containers in attributes that no watcher sees change.
+        log: Of all other writes since.
+    """
+
+    def __init__(self, holders: Iterable[Holder], log: Log) -> None:
         held = ((holder, *each) for holder in holders for each in holder.containers())
         self._held = [(*each, dict(each[2]) if isinstance(each[2], dict) else list(each[2])) for each in held]
-
-    def _replaced(self) -> Iterator[tuple[Holder, str | None, Any, Any]]:
-        """Yield what holds other objects now, with those from before."""
-        for each in self._held:  # thousands, and nearly all hold the same
-            _, _, now, before = each
-            same = len(now) == len(before) and all(map(operator.is_, now, before))
-            if not (same and (isinstance(before, list) or all(map(operator.is_, now.values(), before.values())))):
-                yield each
+        self._log = log
 
     def changed(self) -> dict[str, bool]:
         """Return the attributes that hold something else now, and whether each holds a plain value or tensors."""
+        inside = ((holder, name, vars(holder.owner).get(name)) for holder, name, *each in self._held if _differ(*each))
         found: dict[str, bool] = {}
-        for holder, attribute, container, before in self._replaced():
-            for key, now in _differences(container, before):
-                name = key if attribute is None else attribute
-                if name in holder.ignored or name == TRAINING:
-                    continue
-                value = now if attribute is None else vars(holder.owner).get(attribute)
+        for holder, name, value in chain(overwritten(self._log), inside):
+            if not (isinstance(holder.owner, type) or name in holder.ignored or name == TRAINING):
                 leaves = plain(value) or any(True for _ in tensors_in(value))
                 found.setdefault(f"{holder.name}: {name}", leaves)
         return found
@@ -412,17 +421,21 @@ class Contents:
     def put_back(self) -> None:
         """Let dicts, lists and sets hold what they held, without taking it for a change of the model."""
         with WATCHER.silent():
-            for *_, container, before in self._replaced():
-                container.clear()
-                container.extend(before) if isinstance(container, list) else container.update(before)
+            for (_, key), (table, owners, old) in self._log.items():
+                if all(isinstance(holder.owner, type) for holder, _ in owners):
+                    continue
+                if old is MISSING:
+                    table.pop(key, None)
+                else:
+                    table[key] = old
+            for *_, container, before in self._held:
+                if not _has(container, _elements_of(before)):
+                    container.clear()
+                    container.extend(before) if isinstance(container, list) else container.update(before)
 
 
-def _differences(container: Any, before: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the keys of a dict whose values are others than before, with these; of a list or set one key."""
-    if not isinstance(container, dict):
-        yield "", container
-        return
-    for key in before.keys() | container.keys():
-        old, now = before.get(key, MISSING), container.get(key, MISSING)
-        if old is not now and token(old) != token(now):
-            yield key, now
+def _differ(container: Any, before: Any) -> bool:
+    """Whether a container holds others than before."""
+    if _has(container, _elements_of(before)):  # nearly always
+        return False
+    return not isinstance(container, dict) or token(container, NESTED + 1) != token(before, NESTED + 1)

@@ -20,7 +20,7 @@ from ..changes.sources import Sources
 from ..changes.state import listed
 from ..errors import CaptureError, OutOfMemoryInCapture, Refused, first_line, reason_of, release_frames
 from ..fallback import Fallback
-from ..instance import every_module
+from ..instance import asked_once, every_module
 from ..program import Piece
 from ..ranges import named_range
 from ..replays.gradients import static_bytes_of
@@ -128,6 +128,7 @@ class Part:
         """
         with (
             ONE_THREAD,
+            asked_once(),
             self._piece.around(),
             as_capture_error(f"bucket {bucket}"),
             put_back(self.executor.generators()),  # ranks draw alike, and one of them may record alone
@@ -173,8 +174,7 @@ class Part:
         Raises:
             CaptureError: Passes change what a replay would not.
         """
-        held = self.watch.contents()
-        with tensors_put_back(kept):
+        with self.watch.contents() as held, tensors_put_back(kept):
             yield
             changed = held.changed()
             if briefly and (first := [place for place in changed if place not in self._always_changed]):

@@ -13,7 +13,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ...announce import warn
 from ...graphs.errors import CaptureError
-from ...graphs.instance import every_module
+from ...graphs.instance import every_module, modules_where
 from ...graphs.program import FIRST_OUTPUT, PartCall
 from ...language.packed.batch import (
     OFFSETS,
@@ -271,7 +271,7 @@ def current_parameters(modules: Sequence[nn.Module]) -> Iterator[None]:
     recorded would not reach it, and gradients would go past the graph.
     """
     with ExitStack() as stack:
-        for mixer in filter(_is_mixer, every_module(modules)):
+        for mixer in modules_where(_is_mixer, modules):
             for held in [name for name, value in vars(mixer.cp).items() if isinstance(value, nn.Parameter)]:
                 stack.enter_context(overridden(mixer.cp, held, getattr(mixer, held.removesuffix(HELD))))
         yield
@@ -334,7 +334,7 @@ class PackChunks:
             return of_pass[0]  # one tensor for queries and keys, which upstream need not compare
 
         with ExitStack() as stack:
-            for net in filter(is_delta_net, every_module(modules)):
+            for net in modules_where(is_delta_net, modules):
                 stack.enter_context(overridden(net, RESOLVE, documents))
             for module, name, function in _remembering():
                 stack.enter_context(overridden(module, name, self._in_place_of(function)))

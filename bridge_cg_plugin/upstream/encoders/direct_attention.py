@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ...attention_bounds import UNPACKED_FROM, deterministic
-from ...graphs.instance import every_module
+from ...graphs.instance import modules_where
 from ...upstream_types import UpstreamModule
 from ..kernels.layers import is_te_attention, kernels_available
 from ..kernels.transformer_engine import HOPPER, fused_attention_refusal
@@ -92,7 +92,7 @@ _Attend = Callable[[UpstreamModule, Tensor, Tensor, Tensor, Any], Tensor | None]
 def _attending(modules: Sequence[nn.Module], attend: _Attend) -> Iterator[None]:
     """Let attention modules attend otherwise where they attend inside segments, and `attend` does."""
     with ExitStack() as stack:
-        for module in filter(is_te_attention, every_module(modules)):
+        for module in modules_where(is_te_attention, modules):
             stack.enter_context(overridden(module, "forward", partial(_forward, attend, module, module.forward)))
         yield
 

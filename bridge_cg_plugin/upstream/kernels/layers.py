@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ...attention_bounds import UNPACKED_FROM, deterministic
-from ...graphs.instance import every_module
+from ...graphs.instance import modules_where
 from ...offload.registry import derive
 from ...upstream_types import UpstreamModule
 from ..seams.contract import BIAS_DROPOUT_ADD, SWAPS, is_shipped
@@ -45,9 +45,8 @@ def fused_layernorm_backward(modules: Sequence[nn.Module]) -> Iterator[None]:
         owners = {"layernorm_backward": extension, "layernorm_operation": importlib.import_module(TE_LAYERNORM)}
         for owner in (owner for name, owner in owners.items() if fits(name)):
             stack.enter_context(overridden(owner, "layernorm_bwd", kernel))
-        for module in every_module(modules) if fits("layernorm_backward") else ():
-            if begins_with_layernorm(module) and as_shipped(module, "forward"):
-                stack.callback(module.register_forward_pre_hook(functools.partial(_begin_branch, stream)).remove)
+        for module in modules_where(_begins_branch, modules) if fits("layernorm_backward") else ():
+            stack.callback(module.register_forward_pre_hook(functools.partial(_begin_branch, stream)).remove)
         yield
 
 
@@ -57,6 +56,10 @@ def begins_with_layernorm(module: UpstreamModule) -> bool:
     if layernorm_linear is None or not isinstance(module, layernorm_linear.LayerNormLinear):
         return False
     return bool(module.normalization == "LayerNorm" and module.layer_norm_bias is not None)
+
+
+def _begins_branch(module: nn.Module) -> bool:
+    return begins_with_layernorm(module) and as_shipped(module, "forward")
 
 
 def _begin_branch(stream: Any, module: UpstreamModule, arguments: tuple[Any, ...]) -> None:
@@ -81,15 +84,27 @@ def fused_layer_kernels(modules: Sequence[nn.Module]) -> Iterator[None]:
 
     adds = fits("layer_residuals") and foreign_function(BIAS_DROPOUT_ADD, SWAPS) is None
     with deferred_sums(modules), ExitStack() as stack:
-        for module in every_module(modules):
-            for name in ("self_attn_bda", "mlp_bda"):
-                if adds and is_shipped(BIAS_DROPOUT_ADD, vars(module).get(name)):
-                    stack.enter_context(overridden(module, name, _bias_residual(vars(module)[name])))
-            if is_te_attention(module) and not deterministic() and fused_attention_refusal() is None:
-                stack.enter_context(overridden(module, "forward", functools.partial(_attention_forward, module)))
-            if adds_bias_before_activation(module):
-                stack.enter_context(overridden(module, "forward", functools.partial(_mlp_forward, module)))
+        for name, adds_so in ADDITIONS.items():
+            for module in modules_where(adds_so, modules) if adds else ():
+                stack.enter_context(overridden(module, name, _bias_residual(vars(module)[name])))
+        attentions = modules_where(is_te_attention, modules)
+        for module in attentions if attentions and _attends_by_fused_kernels() else ():
+            stack.enter_context(overridden(module, "forward", functools.partial(_attention_forward, module)))
+        for module in modules_where(adds_bias_before_activation, modules):
+            stack.enter_context(overridden(module, "forward", functools.partial(_mlp_forward, module)))
         yield
+
+
+def _attends_by_fused_kernels() -> bool:
+    return not deterministic() and fused_attention_refusal() is None
+
+
+def _adds_residual(name: str, module: nn.Module) -> bool:
+    return is_shipped(BIAS_DROPOUT_ADD, vars(module).get(name))
+
+
+# By the attribute in which a layer has the function: whether a module's is upstream's.
+ADDITIONS = {name: functools.partial(_adds_residual, name) for name in ("self_attn_bda", "mlp_bda")}
 
 
 def _layernorm_backward(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -222,7 +237,7 @@ BACKWARD = "rmsnorm_bwd"
 @contextmanager
 def fused_head_norms(modules: Sequence[nn.Module]) -> Iterator[None]:
     """Let norms of 128 elements, as of queries and keys, be differentiated by kernels that give the same bits."""
-    if not fits("rmsnorm_operation") or not any(map(is_head_norm, every_module(modules))):
+    if not fits("rmsnorm_operation") or not modules_where(is_head_norm, modules):
         yield
         return
     owner = sys.modules[TE_RMSNORM]

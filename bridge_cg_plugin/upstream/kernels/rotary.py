@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...graphs.instance import every_module
+from ...graphs.instance import modules_where
 from ...offload import never_offload
 from ...offload.registry import rewrite
 from ...upstream_types import UpstreamModule
@@ -33,20 +33,19 @@ def fused_rotary(modules: Sequence[nn.Module]) -> Iterator[None]:
     rotation = _Rotation(getattr(attention, ROTARY))
     with ExitStack() as stack:
         stack.enter_context(overridden(attention, ROTARY, rotation.rotated))
-        for module in every_module(modules):
-            if _rotates_at_projection(module, attention):
-                projected = functools.partial(rotation.projected, module)
-                attend = functools.partial(rotation.attention, module, module.forward)
-                stack.enter_context(overridden(module, "forward", attend))
-                stack.enter_context(overridden(module, "get_query_key_value_tensors", projected))
+        for module in modules_where(_rotates_at_projection, modules):
+            projected = functools.partial(rotation.projected, module)
+            attend = functools.partial(rotation.attention, module, module.forward)
+            stack.enter_context(overridden(module, "forward", attend))
+            stack.enter_context(overridden(module, "get_query_key_value_tensors", projected))
         yield
 
 
-def _rotates_at_projection(module: UpstreamModule, attention: Any) -> bool:
+def _rotates_at_projection(module: UpstreamModule) -> bool:
     """Whether attention is Bridge's, and its projection gives query, key and value head by head, and no more."""
-    if type(module) is not attention.Qwen3VLSelfAttention or not fits("vision_attention", "vision_projection"):
+    if type(module) is not sys.modules[ATTENTION].Qwen3VLSelfAttention:
         return False
-    if not as_shipped(module, "get_query_key_value_tensors"):
+    if not fits("vision_attention", "vision_projection") or not as_shipped(module, "get_query_key_value_tensors"):
         return False
     config = module.config
     one_group_a_head = module.num_query_groups_per_partition == module.num_attention_heads_per_partition

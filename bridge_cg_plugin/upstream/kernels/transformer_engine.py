@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...graphs.instance import every_module
+from ...graphs.instance import every_module, has_parameters, modules_where
 from ...graphs.recordings.recording import sum_of
 from ...graphs.recordings.streams import SideStream, current_side_stream
 from ...graphs.replays.gradients import SMALL
@@ -50,6 +50,13 @@ def accumulate_from_now_on(modules: Sequence[nn.Module]) -> None:
             marked.is_first_microbatch = False
 
 
+FUSING = "fuse_wgrad_accumulation"
+
+
+def _may_accumulate(module: nn.Module) -> bool:
+    return hasattr(module, FUSING)
+
+
 @contextmanager
 def accumulating(modules: Sequence[nn.Module]) -> Iterator[None]:
     """Let linear modules that add weight gradients to `main_grad` inside their GEMM never overwrite it instead.
@@ -57,8 +64,8 @@ def accumulating(modules: Sequence[nn.Module]) -> Iterator[None]:
     A first microbatch does; a recording serves every microbatch.
     """
     with _small_placeholders(), ExitStack() as stack:
-        for module in every_module(modules):
-            if getattr(module, "fuse_wgrad_accumulation", False) and hasattr(module, "is_first_microbatch"):
+        for module in modules_where(_may_accumulate, modules):
+            if getattr(module, FUSING) and hasattr(module, "is_first_microbatch"):
                 stack.enter_context(overridden(module, "is_first_microbatch", False))
         yield
 
@@ -72,11 +79,10 @@ def fused_accumulation(modules: Sequence[nn.Module]) -> Iterator[None]:
     """
     fitting = fits("weight_gradients.Linear", "weight_gradients.LayerNormLinear")
     with ExitStack() as stack:
-        for module in every_module(modules) if fitting else ():
+        for module in modules_where(_may_accumulate, modules) if fitting else ():
             weight = module._parameters.get("weight")
-            fusable = hasattr(module, "fuse_wgrad_accumulation") and weight is not None and weight.requires_grad
-            if fusable and sum_of(weight) is not None:
-                stack.enter_context(overridden(module, "fuse_wgrad_accumulation", True))
+            if weight is not None and weight.requires_grad and sum_of(weight) is not None:
+                stack.enter_context(overridden(module, FUSING, True))
         stack.enter_context(accumulating(modules))
         yield
 
@@ -221,7 +227,8 @@ class _Products:
     """
 
     def __init__(self, side: SideStream, modules: Sequence[nn.Module]) -> None:
-        parameters = [p for module in every_module(modules) for p in module._parameters.values() if p is not None]
+        held = modules_where(has_parameters, modules)
+        parameters = [p for module in held for p in module._parameters.values() if p is not None]
         places = Counter(p.data_ptr() for p in parameters)
         # One stream alone may touch a gradient: that of a weight which several modules have stays on the main stream.
         self._single = {p.data_ptr() for p in parameters if places[p.data_ptr()] == 1}

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor, nn
 
-from ...graphs.instance import every_module
+from ...graphs.instance import has_parameters, modules_where
 from ...graphs.recordings.streams import run_on_side_stream
 from ...graphs.replays.gradients import SMALL
 
@@ -93,7 +93,8 @@ class DeferredSums:
     """
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
-        self._places = Counter(id(p) for module in every_module(modules) for p in module._parameters.values())
+        held = modules_where(has_parameters, modules)
+        self._places = Counter(id(p) for module in held for p in module._parameters.values())
         self._uses: Counter[int] = Counter()
         # Room for the partial sums of `TOGETHER` matrices of one shape, for their sums, and how many are there.
         self._blocks: dict[tuple[Any, ...], tuple[Tensor, Tensor, int]] = {}
