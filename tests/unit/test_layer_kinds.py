@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from bridge_cg_plugin.graphs.buckets import Bucket
+from bridge_cg_plugin.graphs.errors import OutOfMemoryInCapture
 from bridge_cg_plugin.graphs.instance import InstanceMethod
 from bridge_cg_plugin.graphs.recordings.warm_up import one_layer_of_each_kind
 
@@ -283,3 +284,27 @@ def test_a_recording_in_vain_is_freed_before_the_next_one_and_what_it_left_in_at
         with torch.no_grad():
             torch.testing.assert_close(forward(hidden), expected)
             torch.testing.assert_close(region.run(hidden), (expected,))
+
+
+class FullBehindBriefPasses(TapeExecutor):
+    """Has memory for a recording behind a whole warm-up alone, which gives back what PyTorch has left over."""
+
+    def warm_up(self, body, make_output_gradients, briefly=False):
+        self.briefly = briefly
+        super().warm_up(body, make_output_gradients, briefly)
+
+    def record_forward(self, body, pool):
+        if self.briefly:
+            raise OutOfMemoryInCapture("no memory")
+        return super().record_forward(body, pool)
+
+
+def test_a_recording_without_memory_is_tried_again_where_the_cache_was_emptied():
+    model = nn.Sequential(nn.ModuleList(nn.Linear(4, 4) for _ in range(2))).eval()
+    forward = nn.Sequential(*model[0])
+    region = new_region(RowsProgram(model, (4,), forward=forward), FullBehindBriefPasses(), [Bucket(4), Bucket(8)])
+    region.capture()
+    for rows in (8, 4):
+        hidden = torch.randn(rows, 4)
+        with torch.no_grad():
+            torch.testing.assert_close(region.run(hidden), (forward(hidden),))

@@ -22,22 +22,6 @@ _VALUES_IN_OBJECTS = sys.version_info[:2] >= (3, 13)
 _Callback = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)
 
 
-class _Silence:
-    """Entered where no listener is told anything; no generator, which takes a microsecond in each of a thousand uses.
-
-    Attributes:
-        depth: How often it is entered now.
-    """
-
-    depth = 0
-
-    def __enter__(self) -> None:
-        self.depth += 1
-
-    def __exit__(self, *raised: object) -> None:
-        self.depth -= 1
-
-
 class DictWatcher:
     """This process's one watcher; use `WATCHER`. It keeps neither dicts nor listeners alive.
 
@@ -48,7 +32,7 @@ class DictWatcher:
         self._listeners: dict[int, tuple[WeakMethod[Listener], ...]] = {}
         self._callback = _Callback(self._changes)
         self._number: int | None = None
-        self._silence = _Silence()
+        self._silent = 0
 
     def watch(self, table: dict[Any, Any], listener: Listener) -> None:
         """Call a bound method before every change of a dict, until `unwatch` or for as long as its object lives."""
@@ -72,7 +56,13 @@ class DictWatcher:
 
     def silent(self) -> AbstractContextManager[None]:
         """Tell no listener what happens inside, which others undo: values that stand in for a while."""
-        return self._silence
+        return self  # a capture enters it a thousand times, and a generator's context takes microseconds
+
+    def __enter__(self) -> None:
+        self._silent += 1
+
+    def __exit__(self, *raised: object) -> None:
+        self._silent -= 1
 
     def _add(self) -> int:
         add = ctypes.pythonapi.PyDict_AddWatcher
@@ -85,7 +75,7 @@ class DictWatcher:
     def _changes(self, event: int, address: int, key: int | None, value: int | None) -> int:
         if event == _DEALLOCATED:
             self._listeners.pop(address, None)
-        elif not self._silence.depth and (listeners := self._listeners.get(address)):
+        elif not self._silent and (listeners := self._listeners.get(address)):
             table, new = _object(address), MISSING if value is None else _object(value)
             # All that another dict brings, all that are there, or one.
             names = {_CLONED: lambda: _object(key), _CLEARED: lambda: table}.get(event, lambda: (_object(key),))()

@@ -4,7 +4,8 @@ The kernels are those that Transformer Engine runs. Gradients come interleaved a
 rows behind the last segment are zeroed.
 
 Transformer Engine describes it with at least 32 segments, each as long as all tokens rounded up to a power of two, and
-the backward has a pass over every row that it was described with. Here segments and their length are the bucket's own.
+the backward has a pass over every row that it was described with. Here segments and their length are the bucket's own,
+but for the length in forwards, whose time does not depend on it.
 """
 
 import importlib
