@@ -286,24 +286,30 @@ def test_a_recording_in_vain_is_freed_before_the_next_one_and_what_it_left_in_at
             torch.testing.assert_close(region.run(hidden), (expected,))
 
 
-class FullBehindBriefPasses(TapeExecutor):
-    """Has memory for a recording behind a whole warm-up alone, which gives back what PyTorch has left over."""
+class LeavingMemory(TapeExecutor):
+    """Has memory for a recording behind brief passes only where what PyTorch has left over was given back."""
+
+    tidied, warm_ups = 0, 0
 
     def warm_up(self, body, make_output_gradients, briefly=False):
-        self.briefly = briefly
+        self.briefly, self.warm_ups = briefly, self.warm_ups + 1
         super().warm_up(body, make_output_gradients, briefly)
 
+    def tidy(self):
+        self.tidied += 1
+
     def record_forward(self, body, pool):
-        if self.briefly:
+        if self.briefly and self.tidied < 2:
             raise OutOfMemoryInCapture("no memory")
         return super().record_forward(body, pool)
 
 
-def test_a_recording_without_memory_is_tried_again_where_the_cache_was_emptied():
-    model = nn.Sequential(nn.ModuleList(nn.Linear(4, 4) for _ in range(2))).eval()
+def test_a_recording_without_memory_is_tried_again_where_what_pytorch_left_over_was_given_back():
+    model, executor = nn.Sequential(nn.ModuleList(nn.Linear(4, 4) for _ in range(2))).eval(), LeavingMemory()
     forward = nn.Sequential(*model[0])
-    region = new_region(RowsProgram(model, (4,), forward=forward), FullBehindBriefPasses(), [Bucket(4), Bucket(8)])
+    region = new_region(RowsProgram(model, (4,), forward=forward), executor, [Bucket(4), Bucket(8)])
     region.capture()
+    assert executor.warm_ups == 3 and executor.tidied == 2  # behind the whole one and the failure
     for rows in (8, 4):
         hidden = torch.randn(rows, 4)
         with torch.no_grad():

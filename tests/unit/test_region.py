@@ -19,6 +19,7 @@ from bridge_cg_plugin.graphs.replays.slot import StaticTensors
 
 from ..pooled import PooledExecutor
 from ..regions import new_region
+from ..rows_program import RowsProgram
 from .toy import (
     Toy,
     ToyProgram,
@@ -285,3 +286,25 @@ def test_a_microbatch_in_flight_keeps_its_memory_though_its_state_is_forgotten()
     model.mix.state = 6
     train(region, (2, 2), 5)
     assert slot.free
+
+
+class Scaling(nn.Module):
+    """Computes with twice its weights, which stand in for them during the pass."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, rows):
+        twice = {name: 2 * parameter for name, parameter in self.inner.named_parameters()}
+        return torch.func.functional_call(self.inner, twice, (rows,))
+
+
+def test_a_pass_that_lets_others_stand_in_for_weights_leaves_the_models_own():
+    model, rows = Scaling(), torch.randn(4, 4)
+    own = list(model.parameters())
+    region = new_region(RowsProgram(model, (4,)), ReferenceExecutor(), [Bucket(4), Bucket(8)])
+    region.capture()
+    assert all(now is before for now, before in zip(model.parameters(), own, strict=True))
+    (outputs,) = region.run(rows)
+    assert_same(torch.autograd.grad(outputs.sum(), own), torch.autograd.grad(model(rows).sum(), own))

@@ -28,12 +28,9 @@ from .state import (
     Contents,
     Exempt,
     Holder,
-    Log,
-    Owners,
     Same,
     State,
     is_config,
-    overwritten,
     plain,
     tensors_in,
     token,
@@ -79,10 +76,10 @@ class ModelWatch:
         self._modules: dict[nn.Module, Holder] = {}
         self._holders: dict[int, Holder] = {}
         # By the dict's id: whose it is, and the attribute that it is the value of; nobody's are hooks.
-        self._tables: dict[int, tuple[dict[Any, Any], Owners]] = {}
+        self._tables: dict[int, tuple[dict[Any, Any], list[tuple[Holder, str | None]]]] = {}
         # What is to be read again.
         self._dirty: set[Holder] = set()
-        self._logs: list[Log] = []
+        self._touched: dict[tuple[int, Hashable], Any] = {}
         self._written = self._rebuilt = True
         self._passing = self._still = self._steps = self.step_number = 0
         self._compared = False
@@ -136,14 +133,17 @@ class ModelWatch:
         self._kinds = list(map(type, self._modules))
         self._types = tuple(dict.fromkeys(self._kinds))
         self._forwards, self._code = list(map(_forward_of, self._types)), self.exempt.code()
-        self._unwatched = [holder for holder in self._holders.values() if holder.unwatched]
+        instances = [holder for holder in self._holders.values() if not isinstance(holder.owner, type)]
+        self._contained = [(holder, attribute, table) for holder in instances for table, attribute in holder.tables]
+        self._unwatched = [holder for holder in instances if holder.unwatched]
         self.generation += 1
 
     def close(self) -> None:
         """Follow nothing any more."""
         for table, _ in self._tables.values():
             WATCHER.unwatch(table, self._note)
-        self._tables, self._holders, self._modules, self._unwatched, self._kinds = {}, {}, {}, [], []
+        self._tables, self._holders, self._modules = {}, {}, {}
+        self._contained, self._unwatched, self._kinds = [], [], []
 
     def _note(self, table: dict[Any, Any], key: Hashable, new: Any) -> None:
         """Raise the flag: a dict is about to change."""
@@ -151,9 +151,8 @@ class ModelWatch:
         if owners is None:
             return
         old = table.get(key, MISSING)
-        for log in self._logs:
-            log.setdefault((id(table), key), (table, owners, old))
         if self._passing:
+            self._touched.setdefault((id(table), key), old)
             return
         self._written |= not owners
         for holder, attribute in owners:
@@ -225,22 +224,21 @@ class ModelWatch:
         before = [] if self._passing else [(holder, holder.seen_unwatched()) for holder in self._unwatched]
         self._passing += 1
         try:
-            with self._logging() as log, _training_mode(self._modules, training):
+            with _training_mode(self._modules, training):
                 yield
         finally:
             self._passing -= 1
             if not self._passing:
-                self._note_left([place[:2] for place in overwritten(log)], before)
+                touched, self._touched = self._touched, {}
+                self._note_left(self._changed(touched), before)
 
-    @contextmanager
-    def _logging(self) -> Iterator[Log]:
-        """Yield a log of what is written inside."""
-        log: Log = {}
-        self._logs.append(log)
-        try:
-            yield log
-        finally:
-            self._logs.pop()
+    def _changed(self, touched: dict[tuple[int, Hashable], Any]) -> Iterator[tuple[Holder, str]]:
+        """Yield the attributes that do not hold again what they held before a pass wrote them."""
+        for (number, key), old in touched.items():
+            table, owners = self._tables.get(number, ({}, []))
+            now = table.get(key, MISSING)
+            if owners and old is not now and token(old) != token(now):
+                yield from ((holder, str(key) if attribute is None else attribute) for holder, attribute in owners)
 
     def _note_left(self, left: Iterable[tuple[Holder, str]], before: Iterable[tuple[Holder, Any]]) -> None:
         inside = ((holder, name) for holder, tokens in before for name in holder.left_inside(tokens))
@@ -257,21 +255,18 @@ class ModelWatch:
         Args:
             unless_it_ends: Only where something is raised, as by a capture that fails and has computed nothing.
         """
-        with self.contents() as before:
-            code, ended = self.exempt.code(), False
-            try:
-                yield
-                ended = True
-            finally:
-                if not (ended and unless_it_ends):
-                    before.put_back()
-                    self.exempt.put_back(code)
+        before, code, ended = self.contents(), self.exempt.code(), False
+        try:
+            yield
+            ended = True
+        finally:
+            if not (ended and unless_it_ends):
+                before.put_back()
+                self.exempt.put_back(code)
 
-    @contextmanager
-    def contents(self) -> Iterator[Contents]:
-        """Yield what modules and configurations hold now, to be compared inside."""
-        with self._logging() as log:
-            yield Contents(self._unwatched, log)
+    def contents(self) -> Contents:
+        """Return what modules and configurations hold now."""
+        return Contents(self._contained, self._unwatched)
 
     def state(self, modules: Iterable[nn.Module]) -> State:
         """Return the state of modules, without those below them."""

@@ -380,40 +380,35 @@ def listed(texts: Sequence[str]) -> str:
     return "; ".join(texts[:MOST_NAMED]) + more
 
 
-# Whose a dict is, with the attribute that it is the value of; see `Holder.tables`.
-Owners = list[tuple[Holder, str | None]]
-# Of writes to dicts, by the dict's id and the key: the dict, whose it is, and what was there before the first.
-Log = dict[tuple[int, Hashable], tuple[dict[Any, Any], Owners, Any]]
-
-
-def overwritten(log: Log) -> Iterator[tuple[Holder, str, Any]]:
-    """Yield the attributes whose dicts do not hold again what they held, with what they hold."""
-    for (_, key), (table, owners, old) in log.items():
-        now = table.get(key, MISSING)
-        if owners and old is not now and token(old) != token(now):
-            for holder, attribute in owners:
-                yield (holder, str(key), now) if attribute is None else (holder, attribute, table)
-
-
 class Contents:
-    """What holders other than classes hold when the object is made.
+    """What holders hold when the object is made.
 
     Args:
-        holders: Those with containers in attributes that no watcher sees change.
-        log: Of all other writes since.
+        tables: Dicts, each with its holder and the attribute that it is the value of; None for the holder's own.
+        holders: Those with containers inside attributes that no watcher sees change.
     """
 
-    def __init__(self, holders: Iterable[Holder], log: Log) -> None:
-        held = ((holder, *each) for holder in holders for each in holder.containers())
-        self._held = [(*each, dict(each[2]) if isinstance(each[2], dict) else list(each[2])) for each in held]
-        self._log = log
+    def __init__(self, tables: Sequence[tuple[Holder, str | None, Any]], holders: Iterable[Holder]) -> None:
+        self._places = [*tables, *((holder, *each) for holder in holders for each in holder.containers())]
+        self._before = [dict(each) if isinstance(each, dict) else list(each) for *_, each in self._places]
+
+    def _replaced(self) -> Iterator[tuple[Holder, str | None, Any, Any]]:
+        """Yield what holds other objects now, with those from before."""
+        for place, before in zip(self._places, self._before, strict=True):  # thousands, and nearly all hold the same
+            now = place[2]
+            same = len(now) == len(before) and all(map(operator.is_, now, before))
+            if not (same and (isinstance(before, list) or all(map(operator.is_, now.values(), before.values())))):
+                yield *place, before
 
     def changed(self) -> dict[str, bool]:
         """Return the attributes that hold something else now, and whether each holds a plain value or tensors."""
-        inside = ((holder, name, vars(holder.owner).get(name)) for holder, name, *each in self._held if _differ(*each))
         found: dict[str, bool] = {}
-        for holder, name, value in chain(overwritten(self._log), inside):
-            if not (isinstance(holder.owner, type) or name in holder.ignored or name == TRAINING):
+        for holder, attribute, container, before in self._replaced():
+            for key, now in _differences(container, before):
+                name = key if attribute is None else attribute
+                if name in holder.ignored or name == TRAINING:
+                    continue
+                value = now if attribute is None else vars(holder.owner).get(attribute)
                 leaves = plain(value) or any(True for _ in tensors_in(value))
                 found.setdefault(f"{holder.name}: {name}", leaves)
         return found
@@ -421,21 +416,17 @@ class Contents:
     def put_back(self) -> None:
         """Let dicts, lists and sets hold what they held, without taking it for a change of the model."""
         with WATCHER.silent():
-            for (_, key), (table, owners, old) in self._log.items():
-                if all(isinstance(holder.owner, type) for holder, _ in owners):
-                    continue
-                if old is MISSING:
-                    table.pop(key, None)
-                else:
-                    table[key] = old
-            for *_, container, before in self._held:
-                if not _has(container, _elements_of(before)):
-                    container.clear()
-                    container.extend(before) if isinstance(container, list) else container.update(before)
+            for *_, container, before in self._replaced():
+                container.clear()
+                container.extend(before) if isinstance(container, list) else container.update(before)
 
 
-def _differ(container: Any, before: Any) -> bool:
-    """Whether a container holds others than before."""
-    if _has(container, _elements_of(before)):  # nearly always
-        return False
-    return not isinstance(container, dict) or token(container, NESTED + 1) != token(before, NESTED + 1)
+def _differences(container: Any, before: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the keys of a dict whose values are others than before, with these; of a list or set one key."""
+    if not isinstance(container, dict):
+        yield "", container
+        return
+    for key in before.keys() | container.keys():
+        old, now = before.get(key, MISSING), container.get(key, MISSING)
+        if old is not now and token(old) != token(now):
+            yield key, now

@@ -133,7 +133,6 @@ class Part:
             as_capture_error(f"bucket {bucket}"),
             put_back(self.executor.generators()),  # ranks draw alike, and one of them may record alone
             self.watch.undone(unless_it_ends=True),
-            self.watch.passing(),
         ):
             yield copies_of(self.watch.tensors_of(every_module(self.watch.roots)))
 
@@ -164,7 +163,8 @@ class Part:
             return tuple(for_gradients.view(*shape).zero_() for shape in shapes)
 
         self.program.load_example(slot.buffers[bucket], bucket)
-        self.executor.warm_up(body, output_gradients, briefly)
+        with self.watch.passing():
+            self.executor.warm_up(body, output_gradients, briefly)
         return body
 
     @contextmanager
@@ -174,8 +174,10 @@ class Part:
         Raises:
             CaptureError: Passes change what a replay would not.
         """
-        with self.watch.contents() as held, tensors_put_back(kept):
-            yield
+        with tensors_put_back(kept):
+            with self.watch.passing():
+                held = self.watch.contents()
+                yield
             changed = held.changed()
             if briefly and (first := [place for place in changed if place not in self._always_changed]):
                 raise CaptureError(f"layers' first passes change attributes: {listed(first)}")
@@ -392,9 +394,12 @@ class Chain:
                 try:
                     return self._record_parts(index, wanted, bucket, mode, briefly=True)
                 except CaptureError as error:
-                    LOGGER.info("%s: bucket %s needs whole warm-up passes: %s", first.name, bucket, error)
+                    warm = isinstance(error, OutOfMemoryInCapture)
+                    need = "what PyTorch has left over" if warm else "whole warm-up passes"
+                    LOGGER.info("%s: bucket %s needs %s: %s", first.name, bucket, need, error)
                     release_frames(error)  # which hold the recording that is thrown away; the next one takes its memory
-            self._record_parts(index, wanted, bucket, mode, briefly=False)
+                self.executor.tidy()
+            self._record_parts(index, wanted, bucket, mode, briefly=warm)
 
     def _record_parts(
         self, index: int, wanted: Sequence[tuple[Part, Source]], bucket: Bucket, mode: Mode, briefly: bool

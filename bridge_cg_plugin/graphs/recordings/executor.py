@@ -188,12 +188,14 @@ class Executor(ABC):
         before, after = self._hooks
         before()
         try:
-            with self._aside(body, tidy=not briefly):
+            with self._aside(body):
                 _run(body, make_output_gradients, briefly)
                 if not briefly:
                     with body.looked_at():
                         _run(body, make_output_gradients, briefly=True)
                         body.forget()
+            if not briefly:
+                self.tidy()
         finally:
             after()
 
@@ -205,17 +207,13 @@ class Executor(ABC):
                 body.forward()
                 body.activations.join()
                 body.backward()
+            self.tidy()
         finally:
             body.activations = before
 
     @abstractmethod
-    def _aside(self, body: RegionBody, tidy: bool = True) -> AbstractContextManager[None]:
-        """Return what passes of a body run in, of which nothing is left afterwards.
-
-        Args:
-            body: The work.
-            tidy: Whether memory that PyTorch has left over goes back to the device.
-        """
+    def _aside(self, body: RegionBody) -> AbstractContextManager[None]:
+        """Return what passes of a body run in, of which nothing is left afterwards."""
 
     @abstractmethod
     def side_stream(self) -> SideStream:
@@ -351,7 +349,7 @@ class CudaGraphExecutor(Executor):
         return PlainMemory()
 
     @contextmanager
-    def _aside(self, body: RegionBody, tidy: bool = True) -> Iterator[None]:
+    def _aside(self, body: RegionBody) -> Iterator[None]:
         """See `Executor`: on the stream of recordings."""
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
         try:
@@ -361,8 +359,6 @@ class CudaGraphExecutor(Executor):
             body.forget()
             torch.cuda.current_stream(self.device).wait_stream(self._stream)
         torch.cuda.synchronize(self.device)
-        if tidy:
-            torch.cuda.empty_cache()
 
     def side_stream(self) -> SideStream:
         """See `Executor`. All recordings share one side stream: their memory may overlap, as on the main stream."""
@@ -415,7 +411,7 @@ class ReferenceExecutor(Executor):
         return SlotMemory()
 
     @contextmanager
-    def _aside(self, body: RegionBody, tidy: bool = True) -> Iterator[None]:
+    def _aside(self, body: RegionBody) -> Iterator[None]:
         """See `Executor`."""
         try:
             with self.isolated():
