@@ -1,4 +1,4 @@
-"""One method of a module, replaced on the instance."""
+"""One method of a module, replaced on the instance; the modules below others."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager

@@ -45,7 +45,7 @@ def fused_layernorm_backward(modules: Sequence[nn.Module]) -> Iterator[None]:
         owners = {"layernorm_backward": extension, "layernorm_operation": importlib.import_module(TE_LAYERNORM)}
         for owner in (owner for name, owner in owners.items() if fits(name)):
             stack.enter_context(overridden(owner, "layernorm_bwd", kernel))
-        for module in modules_where(_begins_branch, modules) if fits("layernorm_backward") else ():
+        for module in modules_where(_has_shipped_layernorm, modules) if fits("layernorm_backward") else ():
             stack.callback(module.register_forward_pre_hook(functools.partial(_begin_branch, stream)).remove)
         yield
 
@@ -58,7 +58,7 @@ def begins_with_layernorm(module: UpstreamModule) -> bool:
     return bool(module.normalization == "LayerNorm" and module.layer_norm_bias is not None)
 
 
-def _begins_branch(module: nn.Module) -> bool:
+def _has_shipped_layernorm(module: nn.Module) -> bool:
     return begins_with_layernorm(module) and as_shipped(module, "forward")
 
 
