@@ -386,20 +386,20 @@ class Chain:
     def _record(self, index: int, wanted: Sequence[tuple[Part, Source]], bucket: Bucket, mode: Mode) -> None:
         """Record some parts, warmed up briefly where only shapes should be new, and fully where that proves wrong."""
         first = wanted[0][0]
-        warm = all(mode in source.warm for _, source in wanted)
+        briefly = all(mode in source.warm for _, source in wanted)
         with named_range(f"capture {first.name if len(wanted) == 1 else f'{len(wanted)} parts'}, bucket {bucket}"):
             for part, _ in wanted:
                 part.add_inputs([bucket])
-            if warm:
+            if briefly:
                 try:
                     return self._record_parts(index, wanted, bucket, mode, briefly=True)
                 except CaptureError as error:
-                    warm = isinstance(error, OutOfMemoryInCapture)
-                    need = "what PyTorch has left over" if warm else "whole warm-up passes"
+                    briefly = isinstance(error, OutOfMemoryInCapture)
+                    need = "what PyTorch has left over" if briefly else "whole warm-up passes"
                     LOGGER.info("%s: bucket %s needs %s: %s", first.name, bucket, need, error)
                     release_frames(error)  # which hold the recording that is thrown away; the next one takes its memory
                 self.executor.tidy()
-            self._record_parts(index, wanted, bucket, mode, briefly=warm)
+            self._record_parts(index, wanted, bucket, mode, briefly)
 
     def _record_parts(
         self, index: int, wanted: Sequence[tuple[Part, Source]], bucket: Bucket, mode: Mode, briefly: bool

@@ -329,7 +329,7 @@ class RegionBody:
         return Gradients(at_border, self._sinks.returned(gradients[split:]), reach)
 
     def one_layer_of_each_kind(self) -> AbstractContextManager[None]:
-        """Be around passes whose values nobody reads: see `layer_kinds`."""
+        """Be around passes whose values nobody reads: see `warm_up`."""
         return one_layer_of_each_kind(self._program.modules(), self.kinds)
 
     @property

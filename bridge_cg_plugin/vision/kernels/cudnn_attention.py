@@ -9,6 +9,7 @@ but for the length in forwards, whose time does not depend on it.
 """
 
 import importlib
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
 from types import ModuleType
@@ -232,10 +233,9 @@ def segment_plans(shape: SegmentShape, device: int) -> SegmentPlans | None:
     cudnn = importlib.import_module("cudnn")
     try:
         with torch.cuda.device(device):
-            handle = _handle(device)
             largest = max(1 << (shape.largest - 1).bit_length(), SHORTEST_FORWARD)
             forward = _forward_plan(replace(shape, largest=largest, tokens=0), device)
-            backward = _Plan(cudnn, backward_graph(cudnn, shape, handle=handle), handle)
+            backward = _planned(backward_graph, shape, device)
     except (cudnn.cudnnGraphNotSupportedError, RuntimeError, NotImplementedError, ValueError, ImportError) as error:
         _say_refused(shape.heads, shape.width, shape.dtype, named(error))
         return None
@@ -245,8 +245,12 @@ def segment_plans(shape: SegmentShape, device: int) -> SegmentPlans | None:
 @cache
 def _forward_plan(shape: SegmentShape, device: int) -> _Plan:
     """Return the plan of a forward, which asks for no number of rows."""
+    return _planned(forward_graph, shape, device)
+
+
+def _planned(described: Callable[..., Any], shape: SegmentShape, device: int) -> _Plan:
     cudnn, handle = importlib.import_module("cudnn"), _handle(device)
-    return _Plan(cudnn, forward_graph(cudnn, shape, handle=handle), handle)
+    return _Plan(cudnn, described(cudnn, shape, handle=handle), handle)
 
 
 @cache
