@@ -135,6 +135,16 @@ def test_a_plain_pool_gives_all_back_or_nothing(pytorch):
     assert memory.handle != handle and memory.nbytes == 0
 
 
+def test_a_plain_pool_that_all_graphs_left_is_not_used_again(pytorch):
+    """PyTorch refuses to capture there: its host memory counts graphs, too, and is over with the last one."""
+    memory = PlainMemory()
+    handle = memory.begin().handle
+    pytorch.blocks = {handle: [(0, 512, "active_allocated"), (512, 64, "inactive")]}
+    assert memory.begin().handle == handle
+    pytorch.blocks = {handle: [(0, 576, "inactive")]}
+    assert memory.begin().handle != handle
+
+
 @pytest.fixture
 def executor(monkeypatch, pytorch, device):
     """An executor whose constructor would need a GPU."""

@@ -80,7 +80,10 @@ class PlainMemory(SlotMemory, Pool):
         return sum(segment["total_size"] for segment in _segments(self.handle))
 
     def begin(self) -> "PlainMemory":
-        """See `SlotMemory`."""
+        """See `SlotMemory`. PyTorch captures no more in a pool that all its graphs have left."""
+        if not _blocks(self.handle):
+            self._pool = torch.cuda.MemPool()
+            torch.cuda.empty_cache()
         return self
 
     def keep(self, nbytes: int) -> None:
