@@ -75,7 +75,7 @@ def attends(attention, parts=None, args=(None,), plans="plans", **kwargs):
 def test_packed_segments_of_one_projection_attend_directly(attention):
     assert attends(attention)
     assert attends(attention, attn_mask_type=mask("padding"))
-    assert attends(attention, packed_seq_params=packed(1))
+    assert attends(attention, qkv(768), packed_seq_params=packed(1, 768))
 
 
 CHANGED = pack_segments(torch.zeros(5, dtype=torch.int32), 128)
@@ -92,13 +92,12 @@ CHANGED.cu_seqlens_kv = CHANGED.cu_seqlens_q.clone()
         {"num_splits": 1},
         {"packed_seq_params": CHANGED},
         {"packed_seq_params": packed(largest=torch.tensor(128))},
-        {"packed_seq_params": packed(1), "parts": qkv(768)},
         {"parts": qkv(dtype=torch.float32)},
         {"parts": tuple(part.clone() for part in qkv())},
         {"plans": None},
     ],
     ids=[
-        "causal", "no mask type", "bias", "mask", "splits", "other keys", "device bound", "one large segment", "fp32",
+        "causal", "no mask type", "bias", "mask", "splits", "other keys", "device bound", "fp32",
         "separate", "no kernel",
     ],
 )  # fmt: skip

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...attention_bounds import UNPACKED_FROM, deterministic
+from ...attention_bounds import deterministic
 from ...graphs.instance import modules_where
 from ...upstream_types import UpstreamModule
 from ..kernels.layers import is_te_attention, kernels_available
@@ -127,13 +127,12 @@ def located() -> Locate:
 def _attend_directly(
     locate: Locate, attention: UpstreamModule, query: Tensor, key: Tensor, value: Tensor, packed: Any
 ) -> Tensor | None:
-    """Attend by cuDNN inside several segments, over what one projection made."""
+    """Attend by cuDNN inside segments, over what one projection made."""
     from ...vision.kernels.cudnn_attention import lie_interleaved, plans_for, segment_attention
 
-    (tokens, heads, width), segments = query.shape, packed.cu_seqlens_q.shape[0] - 1
-    # One segment attends unpacked: no row is scanned in vain there.
-    if (segments == 1 and tokens >= UNPACKED_FROM) or not lie_interleaved(query, key, value):
+    if not lie_interleaved(query, key, value):
         return None
+    (_, heads, width), segments = query.shape, packed.cu_seqlens_q.shape[0] - 1
     plans = plans_for(query, segments, packed.max_seqlen_q, attention.fused_attention.softmax_scale)
     if plans is None:
         return None
