@@ -59,10 +59,6 @@ class FakeVirtualMemory:
     def mapped_bytes(self):
         return sum(self.sizes[handle] for handle in self.mapped.values())
 
-    def has_memory(self, address):
-        """Whether memory is behind an address."""
-        return self._block(address) is not None
-
     def content(self, address, nbytes):
         """Return what is in memory."""
         return b"".join(map(bytes, self._parts(address, nbytes)))

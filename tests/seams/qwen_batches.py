@@ -36,7 +36,7 @@ every_batch_with_images = pytest.mark.parametrize("samples", WITH_IMAGES.values(
 
 
 def graphs_are(on, monkeypatch):
-    for module in (batches, between, between):
+    for module in (batches, between):
         monkeypatch.setattr(module, "any_on_graphs", lambda: on)
 
 

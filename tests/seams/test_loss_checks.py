@@ -6,7 +6,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from megatron.core import rerun_state_machine
 from megatron.core.rerun_state_machine import RerunMode, RerunStateMachine
 
 import bridge_cg_plugin
@@ -54,17 +53,6 @@ def upstreams(numbers):
         return step(new_machine(), numbers, nullcontext)
     finally:
         bridge_cg_plugin.activate()
-
-
-def test_a_step_waits_once_before_its_optimizer(on_graphs):
-    machine = new_machine()
-    for _ in range(3):
-        assert machine.should_run_forward_backward(None)
-        with no_host_waits():
-            check_all(machine, [torch.tensor(1.0), torch.tensor(2.0)])
-        with pytest.raises(HostWait), no_host_waits():
-            machine.should_run_forward_backward(None)
-        machine.state = rerun_state_machine.RerunState.NOT_RUNNING_YET
 
 
 numbers = st.lists(st.sampled_from((1.0, float("nan"), float("inf"), -float("inf"))), max_size=6)

@@ -11,13 +11,11 @@ import bridge_cg_plugin
 from bridge_cg_plugin.options import OptionError
 from bridge_cg_plugin.upstream.hooks.batches import PACK_OFFSETS
 from bridge_cg_plugin.upstream.hooks.helpers.constructors import decoder_helpers, find_decoders
-from bridge_cg_plugin.upstream.hooks.helpers.graph_helper import active_graphs
 from bridge_cg_plugin.upstream.hooks.train_loop import DrivenBySteps
 from bridge_cg_plugin.upstream.seams.registry.bridge import TRAIN
 from bridge_cg_plugin.upstream.seams.registry.engine import GPT_STEP
 
 from ..unit.packs import new_model
-from ..unit.towers import bridges_step
 
 
 def test_the_loop_gets_the_plugins_helper_for_packs(active):
@@ -49,16 +47,6 @@ def test_the_loop_calls_nothing_that_the_helper_lacks(active):
     assert called >= {"graphs_created", "create_cudagraphs"}
     for name in called:
         assert hasattr(DrivenBySteps, name), name
-
-
-def test_steps_and_the_end_of_training_reach_the_decoder(active):
-    model = new_model()
-    model.config.cuda_graph_max_packed_seqs = 4
-    bridges_step([model], model.config, lambda: None)
-    (graphs,) = active_graphs()
-    assert graphs.model is model.decoder and graphs.step_number == 1
-    active[TRAIN]._delete_cuda_graphs(None)
-    assert "forward" not in vars(model.decoder) and not active_graphs()
 
 
 @pytest.mark.parametrize(

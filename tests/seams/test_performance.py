@@ -58,13 +58,7 @@ def set_user_overrides(recipe, args):
         recipe.train.train_iters = args.max_steps
     return recipe
 """
-FILES = {
-    "argument_parser.py": PARSER,
-    "utils/__init__.py": "",
-    "utils/overrides.py": OVERRIDES,
-    "run_script.py": "",
-    "setup_experiment.py": "",
-}
+FILES = {"argument_parser.py": PARSER, "utils/__init__.py": "", "utils/overrides.py": OVERRIDES}
 
 
 def write_lookalike(folder, **replaced):
@@ -77,7 +71,7 @@ def write_lookalike(folder, **replaced):
 
 
 MODULE = "utils.overrides"
-NAMES = ("argument_parser", "utils", "run_script", "run_recipe", "benchmark_parallelism", "recipe_metadata")
+NAMES = ("argument_parser", "utils")
 VISION = ["--vision_cuda_graph_impl", "transformer_engine", "--max-vision-cuda-graph-seq-length", "16384"]
 PERMISSIVE = PARSER.replace('"local", "transformer_engine"]', '"local", "transformer_engine", "full_iteration"]')
 

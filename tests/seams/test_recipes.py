@@ -12,7 +12,7 @@ import pytest
 
 from bridge_cg_plugin.options import OptionError, normalize, vision_options
 from bridge_cg_plugin.options.explain import in_words
-from bridge_cg_plugin.recipes import GPUS, PRESETS, RECIPES, with_graphs
+from bridge_cg_plugin.recipes import GPUS, PRESETS, with_graphs
 
 from .conftest import with_presets
 
@@ -61,7 +61,6 @@ pytestmark = with_presets
 every_base = pytest.mark.parametrize("base", BASES)
 every_packed_base = pytest.mark.parametrize("base", PACKED_BASES)
 every_text_base = pytest.mark.parametrize("base", TEXT_BASES)
-every_preset = pytest.mark.parametrize("preset", PRESETS, ids=lambda p: p.name)
 
 
 def flat(value, path="", into=None):
@@ -197,20 +196,13 @@ def test_a_bad_argument_is_refused_and_says_what_to_write(bridge, arguments, say
     assert says in str(refused.value)
 
 
-@every_preset
-def test_a_preset_differs_from_bridges_recipe_in_graph_fields_only(bridge, preset):
-    before, after = getattr(bridge, preset.base)(), getattr(bridge, preset.name)()
+@pytest.mark.parametrize("preset", PRESETS, ids=lambda p: p.name)
+def test_a_preset_puts_encoder_and_language_model_on_graphs_and_changes_nothing_else(bridge, preset):
+    before, config = getattr(bridge, preset.base)(), getattr(bridge, preset.name)()
     gone = {f"model.{name}" for name, value in preset.fields.items() if value is None}
-    assert changed(before, after) == (GRAPH_FIELDS | {f"model.{name}" for name in preset.fields}) - gone
-
-
-@every_preset
-def test_a_preset_puts_the_encoder_and_the_language_model_on_graphs_or_says_why_not(bridge, preset):
-    config, recipe = getattr(bridge, preset.name)(), RECIPES[preset.name]
+    assert changed(before, config) == (GRAPH_FIELDS | {f"model.{name}" for name in preset.fields}) - gone
     chosen = parts_of(config)
-    assert chosen["vision encoder"].graphs == "the whole encoder"
-    language_model = chosen["language model"]
-    assert language_model.graphs != "eager" and preset.base in recipe.__doc__
+    assert chosen["vision encoder"].graphs == "the whole encoder" and chosen["language model"].graphs != "eager"
     launched(config, gpus_of(bridge, preset.base))
     options = normalize(config)[0]
     assert options.vision.enabled and options.vision.kernels == "exact" and config.model.cuda_graphs is None

@@ -14,8 +14,9 @@ from bridge_cg_plugin.upstream.kernels import layers, recompute, rotary, transfo
 from bridge_cg_plugin.upstream.seams.contract import OUTLINES, SWAPS
 from bridge_cg_plugin.upstream.seams.registry import INSTEAD, SEAMS, seam
 from bridge_cg_plugin.upstream.seams.registry.engine import EXTENSIONS, TE_RMSNORM
-from tests.main_grads import hook_main_grads
 from tests.unit.towers import new_tower
+
+from .test_transformer_engine import Linear
 
 CONTEXTS = (
     *(rotary.fused_rotary, layers.fused_layer_kernels, layers.fused_layernorm_backward, layers.fused_head_norms),
@@ -32,7 +33,7 @@ LEFT_OUT = {
     "upstream's bias and activation": {"MLP.forward"},
     "Transformer Engine's attention": {"TEDotProductAttention.forward"},
     "weight gradients on the main stream": {"gemm.get_cublas_workspace", *PRODUCTS},
-    "weight gradients added after their product": {"Linear.fuse_wgrad_accumulation"},
+    "weight gradients added after their product": {"Linear.fuse_wgrad_accumulation", "Linear.is_first_microbatch"},
     "placeholders as large as weights": {"linear.get_dummy_wgrad", "layernorm_linear.get_dummy_wgrad"},
     "layernorm_backward": {"transformer_engine_torch.layernorm_bwd"},
     "layernorm_operation": {"layer_norm.layernorm_bwd"},
@@ -43,14 +44,6 @@ LEFT_OUT = {
 SETTINGS = ("attention_settings", "attention_scale")
 LEFT_OUT |= dict.fromkeys(SETTINGS, set())
 CHOICE = ("attention_choice", "attention_backend", "flash_attention_installed")
-
-
-class Linear(nn.Module):
-    """As much of Transformer Engine's linear module as accumulation looks at."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight, self.fuse_wgrad_accumulation = nn.Parameter(torch.ones(2, 2)), False
 
 
 def owner_name(owner):
@@ -64,9 +57,7 @@ def modules():
     """Return modules that every swap concerns; the constructor of attention needs a GPU."""
     attention = nn.Module.__new__(importlib.import_module(EXTENSIONS).TEDotProductAttention)
     nn.Module.__init__(attention)
-    linear = Linear()
-    hook_main_grads(linear.parameters())
-    return [new_tower(), attention, linear, importlib.import_module(TE_RMSNORM).RMSNorm(128, device="cpu")]
+    return [new_tower(), attention, Linear(), importlib.import_module(TE_RMSNORM).RMSNorm(128, device="cpu")]
 
 
 @pytest.fixture

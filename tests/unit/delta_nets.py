@@ -15,7 +15,6 @@ from fla.ops.common import chunk_delta_h
 from megatron.bridge.models.qwen_vl.modelling_qwen3_vl.attention import Qwen3VLSelfAttention
 from megatron.bridge.models.qwen_vl.modelling_qwen3_vl.transformer_config import Qwen3VLTransformerConfig
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -26,7 +25,7 @@ from torch.nn import functional
 
 from examples.photographs.small_tower import start_single_process
 
-from .packs import ON_CPU, VOCABULARY, CausalSegments, OnCpu, QwenOnCpu, peaked, settings_of
+from .packs import ON_CPU, CausalSegments, OnCpu, QwenOnCpu, built, settings_of
 
 # A module, and since megatron-core 0.19 a package.
 HOME = "megatron.core.ssm.gated_delta_net"
@@ -178,12 +177,4 @@ def new_delta_nets(seed=0, layers=3, qwen=False, **config):
     torch.manual_seed(seed)
     fields = {**settings_of(layers), **FIELDS, **config}
     made = Qwen3VLTransformerConfig(**fields, mrope_section=[2, 1, 1]) if qwen else TransformerConfig(**fields)
-    model = (QwenOnCpu if qwen else OnCpu)(
-        made,
-        layer_specs(made, Qwen3VLSelfAttention if qwen else None),
-        VOCABULARY,
-        1024,
-        position_embedding_type="mrope" if qwen else "rope",
-        pg_collection=ProcessGroupCollection.use_mpu_process_groups(),
-    )
-    return peaked(model)
+    return built(QwenOnCpu if qwen else OnCpu, made, layer_specs(made, Qwen3VLSelfAttention if qwen else None))

@@ -9,19 +9,6 @@ from megatron.core.transformer.moe import token_dispatcher
 from .packs import ON_CPU
 
 
-class Stream:
-    """Stands in for a CUDA stream, and for its events: on a CPU all has ended."""
-
-    def wait_stream(self, other):
-        pass
-
-    def record_event(self):
-        return self
-
-    def synchronize(self):
-        pass
-
-
 def on_the_host(tensor, as_numpy=False, record_stream=False):
     """Return counts as the dispatcher wants them, from a tensor that is on the CPU already."""
     return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
@@ -30,7 +17,7 @@ def on_the_host(tensor, as_numpy=False, record_stream=False):
 @contextmanager
 def dispatching_on_cpu():
     """Let megatron-core's all-to-all dispatcher run without CUDA's streams."""
-    stream = Stream()
+    stream = mock.MagicMock()  # on a CPU all has ended
     with ExitStack() as stack:
         stack.enter_context(ON_CPU())
         stack.enter_context(mock.patch.object(torch.cuda, "Stream", lambda *args, **kwargs: stream))

@@ -78,10 +78,10 @@ def pixtral_config(**changes) -> PixtralVisionConfig:
     return PixtralVisionConfig(**{**settings, **changes})
 
 
-def _new(tower, config, seed: int, attention: str, peaked=("qkv.weight",)):
+def _new(tower, config, seed: int, peaked=("qkv.weight",)):
     """Build a tower in training mode, with attention peaked as in a trained model."""
     torch.manual_seed(seed)
-    model = tower._from_config(config, attn_implementation=attention)
+    model = tower._from_config(config, attn_implementation="sdpa")
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith(peaked):
@@ -89,44 +89,44 @@ def _new(tower, config, seed: int, attention: str, peaked=("qkv.weight",)):
     return model.train()
 
 
-def new_qwen25(seed: int = 0, attention: str = "sdpa", **changes):
+def new_qwen25(seed: int = 0, **changes):
     """Build Qwen2.5-VL's tower."""
-    return _new(Qwen2_5_VisionTransformerPretrainedModel, qwen25_config(**changes), seed, attention)
+    return _new(Qwen2_5_VisionTransformerPretrainedModel, qwen25_config(**changes), seed)
 
 
-def new_qwen25_omni(seed: int = 0, attention: str = "sdpa", **changes):
+def new_qwen25_omni(seed: int = 0, **changes):
     """Build Qwen2.5-Omni's tower."""
     peaked = ("attn.q.weight", "attn.k.weight")
-    return _new(Qwen2_5OmniVisionEncoder, qwen25_omni_config(**changes), seed, attention, peaked)
+    return _new(Qwen2_5OmniVisionEncoder, qwen25_omni_config(**changes), seed, peaked)
 
 
-def new_glm45v(seed: int = 0, attention: str = "sdpa", **changes):
+def new_glm45v(seed: int = 0, **changes):
     """Build GLM-4.5V's tower; its position embeddings are drawn large enough to be seen."""
     peaked = ("qkv.weight", "position_embedding.weight")
-    return _new(Glm4vVisionModel, glm45v_config(**changes), seed, attention, peaked)
+    return _new(Glm4vVisionModel, glm45v_config(**changes), seed, peaked)
 
 
-def new_qwen3_omni(seed: int = 0, attention: str = "sdpa", **changes):
+def new_qwen3_omni(seed: int = 0, **changes):
     """Build Qwen3-Omni's tower; its position embeddings are drawn large enough to be seen."""
     peaked = ("qkv.weight", "pos_embed.weight")
-    return _new(Qwen3OmniMoeVisionEncoder, qwen3_omni_config(**changes), seed, attention, peaked)
+    return _new(Qwen3OmniMoeVisionEncoder, qwen3_omni_config(**changes), seed, peaked)
 
 
-def new_qwen3_omni_audio(seed: int = 0, attention: str = "sdpa", **changes):
+def new_qwen3_omni_audio(seed: int = 0, **changes):
     """Build Qwen3-Omni's audio tower, drawn so that features and attention are seen in its outputs.
 
     Keys' biases, whose gradient is zero but for rounding, are not trained.
     """
     peaked = ("_proj.weight", "conv2d1.weight", "conv2d2.weight", "conv2d3.weight", "conv_out.weight")
-    model = _new(Qwen3OmniMoeAudioEncoder, qwen3_omni_audio_config(**changes), seed, attention, peaked)
+    model = _new(Qwen3OmniMoeAudioEncoder, qwen3_omni_audio_config(**changes), seed, peaked)
     for layer in model.layers:
         layer.self_attn.k_proj.bias.requires_grad = False
     return model
 
 
-def new_pixtral(seed: int = 0, attention: str = "sdpa", **changes):
+def new_pixtral(seed: int = 0, **changes):
     """Build Ministral 3's tower."""
-    return _new(PixtralVisionModel, pixtral_config(**changes), seed, attention, ("q_proj.weight", "k_proj.weight"))
+    return _new(PixtralVisionModel, pixtral_config(**changes), seed, ("q_proj.weight", "k_proj.weight"))
 
 
 def new_siglip(seed: int = 0, head: bool = False, **changes):

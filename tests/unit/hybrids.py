@@ -131,14 +131,13 @@ def stack_spec(experts):
     )
 
 
-def new_hybrid(seed=0, pattern=PATTERN, rotary=False, pre_process=True, **config):
+def new_hybrid(seed=0, pattern=PATTERN, rotary=False, **config):
     """Build a hybrid of a few layers with random weights, in training mode; where `stand_ins` are in place.
 
     Args:
         seed: Of the weights.
         pattern: A letter per layer: M Mamba, * attention, - MLP, E experts.
         rotary: Whether attention rotates.
-        pre_process: Whether this is the first pipeline stage.
         config: Further fields of the configuration.
     """
     start_single_process()
@@ -152,7 +151,6 @@ def new_hybrid(seed=0, pattern=PATTERN, rotary=False, pre_process=True, **config
             VOCABULARY,
             1024,
             hybrid_layer_pattern=pattern,
-            pre_process=pre_process,
             position_embedding_type="rope" if rotary else "none",
             pg_collection=groups,
         )

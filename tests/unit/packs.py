@@ -3,7 +3,6 @@
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from itertools import count
 from unittest import mock
 
 import torch
@@ -27,8 +26,7 @@ from examples.photographs.small_tower import start_single_process
 from tests.models.language_model import DENSE, arguments_at, held
 
 from ..executors import new_executor
-from ..main_grads import hook_main_grads, reduced
-from .towers import assert_close, loss_of
+from .towers import assert_close, loss_of, poison
 
 bridge_cg_plugin.activate()
 
@@ -189,26 +187,14 @@ def settings_of(layers=2):
     }
 
 
-def new_model(seed=0, layers=2, max_length=1024, pre_process=True, post_process=True, **config):
+def new_model(seed=0, layers=2, **config):
     """Build a GPT model of a few layers with random weights, in training mode."""
     start_single_process()
     torch.manual_seed(seed)
     made = TransformerConfig(**{**settings_of(layers), **config})
     spec = get_gpt_layer_local_spec(num_experts=made.num_moe_experts, qk_layernorm=True, normalization="RMSNorm")
     spec.submodules.self_attention.submodules.core_attention = CausalSegments
-    layers = TransformerBlockSubmodules([spec] * made.num_layers, WrappedTorchNorm)
-    with ON_CPU():
-        model = OnCpu(
-            made,
-            layers,
-            VOCABULARY,
-            max_length,
-            pre_process=pre_process,
-            post_process=post_process,
-            position_embedding_type="rope",
-            pg_collection=ProcessGroupCollection.use_mpu_process_groups(),
-        )
-    return peaked(model)
+    return built(OnCpu, made, TransformerBlockSubmodules([spec] * made.num_layers, WrappedTorchNorm))
 
 
 def new_qwen(seed=0, layers=3, **config):
@@ -219,16 +205,14 @@ def new_qwen(seed=0, layers=3, **config):
     spec = get_gpt_layer_local_spec(qk_layernorm=True, normalization="RMSNorm")
     spec.submodules.self_attention.module = Qwen3VLSelfAttention
     spec.submodules.self_attention.submodules.core_attention = CausalSegments
+    return built(QwenOnCpu, made, TransformerBlockSubmodules([spec] * layers, WrappedTorchNorm))
+
+
+def built(kind, config, layers):
+    """Build `OnCpu` or `QwenOnCpu` of these layers, in training mode and `peaked`."""
+    rotary, groups = "mrope" if kind is QwenOnCpu else "rope", ProcessGroupCollection.use_mpu_process_groups()
     with ON_CPU():
-        model = QwenOnCpu(
-            made,
-            TransformerBlockSubmodules([spec] * layers, WrappedTorchNorm),
-            VOCABULARY,
-            1024,
-            position_embedding_type="mrope",
-            pg_collection=ProcessGroupCollection.use_mpu_process_groups(),
-        )
-    return peaked(model)
+        return peaked(kind(config, layers, VOCABULARY, 1024, position_embedding_type=rotary, pg_collection=groups))
 
 
 def peaked(model):
@@ -298,9 +282,10 @@ def unpacked(tokens=16):
 
 
 def losses_and_gradients(model, arguments):
-    """Return per-token losses and the gradients of all trainable parameters, from zero."""
+    """Return per-token losses, and the gradients of all trainable parameters and of image features, from zero."""
     losses = model(**arguments)
     wanted = [p for p in model.parameters() if p.requires_grad]
+    wanted += arguments.get("deepstack_visual_embeds", [])
     return losses.detach(), torch.autograd.grad(loss_of([losses]), wanted)
 
 
@@ -332,6 +317,38 @@ def graphs_on(model, *warmup, capture=True, executor=None, num_microbatches=1, g
 
 
 @contextmanager
+def replaying(model, batches, warmup=None, before_capture=None, **options):
+    """Compare replays of batches, over memory that holds NaN, with what eager gave before; yields the graphs.
+
+    Of the model's functions none is replaced afterwards.
+
+    Args:
+        model: The model.
+        batches: Arguments of the model.
+        warmup: Those of the pass before the capture; the first batch unless given.
+        before_capture: Called with the model then.
+        options: See `graphs_on`.
+    """
+    expected = [losses_and_gradients(model, batch) for batch in batches]
+    before = shadowed(model)
+    with graphs_on(model, warmup or batches[0], capture=False, **options) as graphs:
+        if before_capture is not None:
+            before_capture(model)
+        assert graphs.capture()
+        for batch, wanted in zip(batches, expected, strict=True):
+            poison(graphs, float("nan"))
+            assert_same(losses_and_gradients(model, batch), wanted)
+        assert replayed(graphs) == len(batches) * len(graphs._regions) and not graphs.statistics().fallbacks
+        yield graphs
+    assert shadowed(model) == before
+
+
+def shadowed(model):
+    """Return the names of each module's attributes that hide those of its class, as what stands in for a forward."""
+    return [{name for name in vars(module) if hasattr(type(module), name)} for module in model.modules()]
+
+
+@contextmanager
 def small_packs():
     """Let buckets take packs of more than 64 tokens of a rank with padding, so that tests need no larger ones."""
     with mock.patch.object(workload, "EXACT_BELOW", 64):
@@ -343,19 +360,6 @@ def assert_same(found, expected):
     assert_close([found[0], *found[1]], [expected[0], *expected[1]])
 
 
-def assert_adds_to_main_grads(model, batches, put_on_graphs):
-    """Compare `main_grad` in the decoder, and `grad` elsewhere, after replays of batches with eager's gradients."""
-    expected = [losses_and_gradients(model, batch)[1] for batch in batches]
-    model.nodes = hook_main_grads(model.decoder.parameters())
-    with reduced(), put_on_graphs() as graphs:
-        for batch in batches:
-            loss_of([model(**batch)]).backward()
-        assert replayed(graphs) == len(batches)
-    inside = set(model.decoder.parameters())
-    for parameter, *parts in zip(model.parameters(), *expected, strict=True):
-        assert_close([parameter.main_grad if parameter in inside else parameter.grad], [sum(parts)])
-
-
 def eager(model, graphs, arguments):
     with graphs.paused():
         return losses_and_gradients(model, arguments)
@@ -363,21 +367,3 @@ def eager(model, graphs, arguments):
 
 def replayed(graphs):
     return graphs.statistics().replays
-
-
-def in_turn(model, graphs, turn):
-    """Return what runs one microbatch after the other: all on graphs ("replays"), or every other one eager.
-
-    Args:
-        model: On graphs.
-        graphs: Its graphs.
-        turn: "replays", or which comes first: "eager-first" or "replay-first".
-    """
-    numbers = count()
-
-    def run(microbatch):
-        if turn != "replays" and (next(numbers) % 2 == 0) == (turn == "eager-first"):
-            return eager(model, graphs, microbatch)
-        return losses_and_gradients(model, microbatch)
-
-    return run

@@ -53,9 +53,9 @@ class Decoder(Attention):
 
     @staticmethod
     @contextmanager
-    def graphs(model, strict=False, warmup=packs.WARMUP):
+    def graphs(model, strict=False, warmup=packs.WARMUP, **options):
         seen = warmup if isinstance(warmup, dict) else packs.pack(warmup)
-        options = {"executor": TapeExecutor(), "cuda_graph_packed_strict": strict}
+        options |= {"executor": TapeExecutor(), "cuda_graph_packed_strict": strict}
         with packs.ON_CPU(), packs.graphs_on(model, seen, **options) as graphs:
             yield graphs
 
@@ -66,11 +66,8 @@ class Rows(Attention):
     metadata = ("angles",)
 
     @staticmethod
-    @contextmanager
     def graphs(model, strict=False):
-        options = {"executor": TapeExecutor(), "cuda_graph_packed_strict": strict, "cuda_graph_max_packed_seqs": None}
-        with packs.ON_CPU(), packs.graphs_on(model, packs.unpacked(96), **options) as graphs:
-            yield graphs
+        return Decoder.graphs(model, strict, packs.unpacked(96), cuda_graph_max_packed_seqs=None)
 
     @staticmethod
     def run(model, seed=0):
@@ -83,10 +80,10 @@ KINDS = pytest.mark.parametrize("kind", [Tower, Attention, Decoder, Rows])
 PARALLEL = pytest.mark.parametrize("parallel", [False, True])
 
 
-def close(graphs, tolerance=1e-4):
+def close(graphs):
     """Compare with the bounds of a CPU, where replays are nearer to eager than on a GPU."""
     for region in graphs._regions:
-        object.__setattr__(region._piece, "tolerance", tolerance)
+        object.__setattr__(region._piece, "tolerance", 1e-4)
     return graphs
 
 

@@ -21,7 +21,7 @@ LAYERS = 8
 IMAGES = ([(4, 4)], [(4, 8), (4, 4)], [(8, 8)], [(4, 4), (4, 4)])
 
 
-def provider_of(stages: int, virtual: int | None = None, **changes):
+def provider_of(stages: int, virtual: int | None = None):
     """Return the provider of a small model in fp32."""
     made = qwen3_vl_provider.Qwen3VLModelProvider(
         num_layers=LAYERS,
@@ -39,7 +39,6 @@ def provider_of(stages: int, virtual: int | None = None, **changes):
         batch_p2p_comm=False,
         pipeline_model_parallel_size=stages,
         virtual_pipeline_model_parallel_size=virtual,
-        **changes,
     )
     made.finalize()
     made._pg_collection = ProcessGroupCollection.use_mpu_process_groups()
@@ -76,13 +75,13 @@ def placed(chunk):
         yield name, parameter
 
 
-def train_step(chunks, microbatches: int, seed: int = 0, images=IMAGES):
+def train_step(chunks, microbatches: int, seed: int = 0):
     """Run a step of Bridge's forward step under megatron-core's schedule; return its losses and all gradients."""
-    samples = [sample(images[i % len(images)], seed + i) for i in range(microbatches)]
+    samples = [sample(IMAGES[i % len(IMAGES)], seed + i) for i in range(microbatches)]
     for chunk in chunks:
         for parameter in chunk.parameters():
             parameter.grad = None
-    schedule = schedules.get_forward_backward_func()
+    schedule, groups = schedules.get_forward_backward_func(), {"pg_collection": chunks[0].pg_collection}
     with on_cpu(), mock.patch.object(torch.cuda, "synchronize", lambda: None):
         reports = schedule(
             forward_step_func=partial(qwen3_vl_step.forward_step, state(False)),
@@ -92,13 +91,7 @@ def train_step(chunks, microbatches: int, seed: int = 0, images=IMAGES):
             seq_length=SEQUENCE,
             micro_batch_size=1,
             forward_only=False,
-            **pipeline_groups(chunks),
+            **({} if parallel_state.get_pipeline_model_parallel_world_size() > 1 else groups),
         )
     gradients = {name: p.grad for chunk in chunks for name, p in placed(chunk) if p.grad is not None}
     return [[float(v) for v in report["lm loss"]] for report in reports], gradients
-
-
-def pipeline_groups(chunks):
-    if parallel_state.get_pipeline_model_parallel_world_size() > 1:
-        return {}
-    return {"pg_collection": chunks[0].pg_collection}

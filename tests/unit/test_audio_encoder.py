@@ -23,8 +23,6 @@ from .hugging_face_towers import (
     change_behind_the_hosts_back,
     draw_clips,
     new_qwen3_omni_audio,
-    results,
-    run_qwen3_omni_audio,
 )
 from .towers import assert_close, graphs_on
 
@@ -34,10 +32,6 @@ WINDOW = (50,) if "n_window" in inspect.signature(upstream.get_valid_indices).pa
 BUCKETS = tuple(ROOM * chunks for chunks in (2, 5, 12, 40))
 clip = st.one_of(st.integers(1, 120), st.integers(1, 900), st.integers(1, 9).map(lambda chunks: 100 * chunks))
 clips = st.lists(clip, min_size=1, max_size=5)
-
-
-def run(model, lengths, seed=0):
-    return results(run_qwen3_omni_audio, model, lengths, seed)
 
 
 @given(lengths=clips, unused=st.integers(0, 3), spare=st.integers(0, 4), window=st.integers(1, 8))

@@ -1,10 +1,9 @@
 """Errors of any type, anywhere in a capture: the module goes on eager, as it was, with one warning."""
 
 import logging
-from collections.abc import Callable
 from contextlib import contextmanager
 from functools import cache, partial
-from typing import NamedTuple
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -64,14 +63,6 @@ def decoder_graphs(model, strict=False):
     return on_parts(model, capture=False, executor=ReferenceExecutor(), **options)
 
 
-class Case(NamedTuple):
-    """A graphed module: how it is made, put on graphs that are not captured yet, and run."""
-
-    new: Callable
-    graphs: Callable
-    run: Callable
-
-
 def run_tower(model):
     outputs, gradients = results(model, MIXED)
     return [*outputs, *gradients]
@@ -82,15 +73,11 @@ def run_decoder(model):
     return [losses, *gradients]
 
 
-def new_small_tower():
-    return new_tower(layers=2)
-
-
+# How a graphed module is made, put on graphs that are not captured yet, and run.
 CASES = {
-    "encoder": Case(new_small_tower, tower_graphs, run_tower),
-    "parts of a decoder": Case(packs.new_model, decoder_graphs, run_decoder),
+    "encoder": SimpleNamespace(new=partial(new_tower, layers=2), graphs=tower_graphs, run=run_tower),
+    "parts of a decoder": SimpleNamespace(new=packs.new_model, graphs=decoder_graphs, run=run_decoder),
 }
-every_case = pytest.mark.parametrize("name", CASES)
 
 
 def state_of(model):
@@ -185,7 +172,7 @@ def test_an_error_of_any_type_leaves_the_module_eager(error):
     fail_at(CASES["parts of a decoder"], ReferenceExecutor, "record_forward", 0, error)
 
 
-@every_case
+@pytest.mark.parametrize("name", CASES)
 def test_strict_raises_one_type_for_every_error(name):
     case, error = CASES[name], Strange("made to fail")
     model = case.new()

@@ -108,22 +108,16 @@ class Gaps(ReferenceExecutor):
         executor = self
 
         class Memory(SlotMemory):
-            @property
-            def nbytes(self):
-                return executor.taken()
+            nbytes = property(lambda self: executor.nbytes if executor.recorded <= executor.parts else 0)
 
         return Memory()
-
-    def taken(self):
-        return self.nbytes if self.recorded <= self.parts else 0
 
 
 def test_a_slot_that_takes_more_than_its_target_has_all_parts_recorded_again():
     model = new_model()
     target = target_of(model, ("attn",), 0.8)
     executor = Gaps(int(1.05 * target * 2**30))
-    settings = {"buckets": [512]}
-    with on_parts(model, offload=None, executor=executor, offload_above_gb=target, **settings) as graphs:
+    with on_parts(model, offload=None, executor=executor, offload_above_gb=target, buckets=[512]) as graphs:
         assert executor.recorded % len(graphs._regions) == 0 and executor.recorded > len(graphs._regions)
         results(model, LARGE)
         assert not graphs.statistics().fallbacks

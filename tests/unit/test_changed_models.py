@@ -72,18 +72,14 @@ def test_a_model_that_changes_all_the_time_is_captured_seldom_and_on_graphs_agai
 
 
 @pytest.mark.parametrize("field", ["qk_clip", "log_max_attention_logit"])
-def test_statistics_that_attention_leaves_in_attributes_keep_the_decoder_eager(field, caplog):
-    model = packs.new_model(**{field: True})
-    batch = packs.pack((120, 150))
-    with packs.graphs_on(model, packs.pack((100, 150, 50)), cuda_graph_packed_strict=False) as graphs:
+def test_statistics_that_attention_leaves_in_attributes_keep_it_eager_and_other_parts_on_graphs(field, caplog):
+    model, batch = packs.new_model(**{field: True}), packs.pack((120, 150))
+    warmup = packs.pack((100, 150, 50))
+    with packs.graphs_on(model, warmup, cuda_graph_packed_strict=False) as graphs:
         model(**batch)
         assert graphs.failure and field in graphs.failure
         assert graphs.statistics().fallbacks == {"capture_failed": 1}
     assert sum(field in record.message for record in caplog.records) == 1
-
-
-def test_statistics_of_attention_that_runs_eager_leave_other_parts_on_graphs():
-    model = packs.new_model(qk_clip=True)
-    with packs.graphs_on(model, packs.pack((100, 150, 50)), cuda_graph_modules=["mlp"]) as graphs:
-        model(**packs.pack((120, 150)))
+    with packs.graphs_on(model, warmup, cuda_graph_modules=["mlp"]) as graphs:
+        model(**batch)
         assert graphs.failure is None and graphs.statistics().replays == 2  # one of each layer

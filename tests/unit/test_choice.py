@@ -42,74 +42,68 @@ def test_off_needs_nothing_else_to_be_removed(model, said):
     assert options.language_model == LanguageModelGraphOptions() and not options.packed.enabled
 
 
-@pytest.mark.parametrize(
-    "settings, graphs, why",
-    [
-        (
-            {"expert_tensor_parallel_size": 2, "num_moe_experts": 8},
-            "attention and routers",
-            "expert_tensor_parallel_size",
-        ),
-        ({"expert_model_parallel_size": 2, "num_moe_experts": 8}, "all layers as one region", ""),
-        ({"expert_model_parallel_size": 4, "num_moe_experts": 8}, "attention and routers", "much memory in a graph"),
-        *(
-            ({"num_moe_experts": 8, **setting}, "attention and routers", next(iter(setting)))
-            for setting in (
-                {"moe_router_force_load_balancing": True},
-                {
-                    "moe_router_fusion": True,
-                    "moe_router_load_balancing_type": ["none", "aux_loss"],
-                    "moe_aux_loss_coeff": [0.0, 1e-3],
-                },
-            )
-        ),
-        (
-            {"num_moe_experts": 8, "moe_router_fusion": True, "moe_router_load_balancing_type": "aux_loss"}
-            | {"moe_aux_loss_coeff": "0.0", "moe_router_force_load_balancing": False},
-            "all layers as one region",
-            "",
-        ),
-        ({"moe_router_force_load_balancing": True}, "all layers as one region", ""),
-        ({"recompute_granularity": "selective", "recompute_modules": ["mlp"]}, "all layers as one region", ""),
-        ({"multi_latent_attention": True}, "eager", "multi_latent_attention"),
-        ({"cpu_offloading": True, "pack_sequences_in_batch": False, "num_moe_experts": 8}, "eager", "cpu_offloading"),
-        ({"fp8": "hybrid", "fp8_recipe": "tensorwise"}, "all layers as one region", ""),
-    ],
-)
-def test_what_a_combination_forbids_is_less_with_its_reason(settings, graphs, why):
-    part = chosen({**PACKED, **settings})[1]["language model"]
-    assert part.graphs.startswith(graphs) and why in part.why and not part.why.startswith("Cannot")
-
-
 DELTA_NETS = {"experimental_attention_variant": "gated_delta_net"}
+REGION = "all layers as one region"
+PACKED_REGION, PACKED_ROUTERS = (f"{what} over packed sequences" for what in (REGION, "attention and routers"))
 ROUTERS = "attention, routers and preprocessing of experts"
+MOE = {"num_moe_experts": 8}
+FUSED = {**MOE, "moe_router_fusion": True}
 
 
 @pytest.mark.parametrize(
     "settings, graphs, why",
     [
-        ({"pipeline_model_parallel_size": 4}, "all layers as one region", ""),
-        ({"num_moe_experts": 8, "expert_model_parallel_size": 2}, "all layers as one region", ""),
-        ({"mtp_num_layers": 1}, "all layers as one region", "multi-token prediction runs eager"),
+        ({"pipeline_model_parallel_size": 4}, REGION, ""),
+        ({**MOE, "expert_model_parallel_size": 2}, REGION, ""),
+        ({**MOE, "expert_model_parallel_size": 2, **PACK}, PACKED_REGION, ""),
+        ({"mtp_num_layers": 1}, REGION, "multi-token prediction runs eager"),
         (
-            {"num_moe_experts": 8, "expert_model_parallel_size": 8},
+            {**MOE, "expert_model_parallel_size": 8},
             ROUTERS,
             "model.expert_model_parallel_size=8: experts of so many ranks take much memory in a graph; "
             "cuda_graph_impl=full_iteration captures them",
         ),
-        ({"num_moe_experts": 8, "expert_tensor_parallel_size": 2}, ROUTERS, "model.expert_tensor_parallel_size=2"),
+        (
+            {**MOE, "expert_model_parallel_size": 4, **PACK},
+            PACKED_ROUTERS,
+            "model.expert_model_parallel_size=4: experts of so many ranks take much memory in a graph; "
+            "cuda_graph_modules=[] captures them",
+        ),
+        ({**MOE, "expert_tensor_parallel_size": 2}, ROUTERS, "model.expert_tensor_parallel_size=2"),
+        ({**MOE, "expert_tensor_parallel_size": 2, **PACK}, PACKED_ROUTERS, "model.expert_tensor_parallel_size=2"),
+        ({**MOE, "moe_router_force_load_balancing": True, **PACK}, PACKED_ROUTERS, "model.moe_router_force_load_bal"),
+        ({"moe_router_force_load_balancing": True, **PACK}, PACKED_REGION, ""),
+        (
+            {
+                **FUSED,
+                "moe_router_load_balancing_type": ["none", "aux_loss"],
+                "moe_aux_loss_coeff": [0.0, 1e-3],
+                **PACK,
+            },
+            PACKED_ROUTERS,
+            "model.moe_router_fusion",
+        ),
+        (
+            {**FUSED, "moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": "0.0", **PACK},
+            PACKED_REGION,
+            "",
+        ),
         ({"context_parallel_size": 2}, "whole layers", "model.context_parallel_size=2"),
         ({"fp8": "hybrid"}, "whole layers", "model.fp8='hybrid'"),
-        ({"recompute_granularity": "full"}, "all layers as one region", ""),
-        ({"recompute_granularity": "full", **PACK}, "all layers as one region over packed sequences", ""),
-        ({"recompute_granularity": "selective", "recompute_modules": ["mlp"]}, "all layers as one region", ""),
-        (DELTA_NETS, "all layers as one region", ""),
-        ({**DELTA_NETS, **PACK}, "all layers as one region over packed sequences", ""),
+        ({"fp8": "hybrid", "fp8_recipe": "tensorwise", **PACK}, PACKED_REGION, ""),
+        ({"recompute_granularity": "full"}, REGION, ""),
+        ({"recompute_granularity": "full", **PACK}, PACKED_REGION, ""),
+        ({"recompute_granularity": "selective", "recompute_modules": ["mlp"]}, REGION, ""),
+        ({"recompute_granularity": "selective", "recompute_modules": ["mlp"], **PACK}, PACKED_REGION, ""),
+        ({"multi_latent_attention": True, **PACK}, "eager", "model.multi_latent_attention=True"),
+        ({**MOE, "cpu_offloading": True}, "eager", "model.cpu_offloading=True"),
+        (DELTA_NETS, REGION, ""),
+        ({**DELTA_NETS, **PACK}, PACKED_REGION, ""),
         ({**DELTA_NETS, **PACK, "context_parallel_size": 2}, "eager", "model.context_parallel_size=2"),
         ({"experimental_attention_variant": "dsa", **PACK}, "eager", "no graphs of such layers were tried on a GPU"),
     ],
 )
-def test_the_language_model_is_one_region_where_it_can_be(settings, graphs, why):
+def test_the_language_model_is_one_region_where_it_can_be_and_else_less_with_its_reason(settings, graphs, why):
     fields = {**DENSE, "cuda_graph_impl": "none", "vision_cuda_graph_impl": "none"}
     options, parts = chosen(SimpleNamespace(**{**fields, **settings}))
     part = parts["language model"]

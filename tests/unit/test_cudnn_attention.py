@@ -95,7 +95,7 @@ def test_a_shape_without_a_kernel_is_said_once_and_never_tried_again(with_plans,
     assert record.message.endswith(f"cuDNN cannot be called directly for {what}: {type(error).__name__}: no engine")
 
 
-def test_plans_are_kept_as_recorded_graphs_run_their_kernels(with_plans):
+def test_plans_are_kept_for_recorded_graphs_and_a_forward_is_of_all_buckets_as_far_as_segments_go(with_plans):
     made = []
 
     class Plan:
@@ -104,26 +104,16 @@ def test_plans_are_kept_as_recorded_graphs_run_their_kernels(with_plans):
 
     with_plans(Plan)
     first = cudnn_attention.segment_plans(SHAPE, 0)
-    assert cudnn_attention.segment_plans(SegmentShape(8, 3392, 6720, 16, 72, torch.bfloat16, 72**-0.5), 0) is first
+    assert cudnn_attention.segment_plans(dataclasses.replace(SHAPE), 0) is first
     cudnn_attention.segment_plans(SHAPE, 1)
     forward = dataclasses.replace(SHAPE, largest=8192, tokens=0)
     assert [(graph[0], graph[1]) for graph, _ in made] == 2 * [("forward", forward), ("backward", SHAPE)]
     handles = [handle for _, handle in made]
     assert handles[0] is handles[1] is not handles[2]
-
-
-def test_buckets_share_a_forward_plan_as_far_as_segments_go(with_plans):
-    made = []
-
-    class Plan:
-        def __init__(self, cudnn, graph, handle):
-            made.append((graph[0], graph[1].largest))
-
-    with_plans(Plan)
-    shapes = [dataclasses.replace(SHAPE, largest=largest, tokens=2 * largest) for largest in (3392, 8192, 8193)]
-    forwards = [cudnn_attention.segment_plans(shape, 0)[0] for shape in shapes]
-    assert forwards[0] is forwards[1] is not forwards[2]
-    assert [largest for kind, largest in made if kind == "forward"] == [8192, 16384]
+    larger = [dataclasses.replace(SHAPE, largest=largest, tokens=2 * largest) for largest in (8192, 8193)]
+    forwards = [cudnn_attention.segment_plans(shape, 0)[0] for shape in larger]
+    assert first[0] is forwards[0] is not forwards[1]
+    assert [graph[1].largest for graph, _ in made[4:] if graph[0] == "forward"] == [16384]
 
 
 def test_plans_are_not_built_inside_a_capture(with_plans, monkeypatch):

@@ -1,7 +1,6 @@
 """Buckets: their bounds, those that sizes ask for, and which is recorded next."""
 
 import operator
-from typing import NamedTuple
 
 import pytest
 from hypothesis import given
@@ -11,11 +10,9 @@ from bridge_cg_plugin.attention_bounds import Shape, frame_limits, refuse_images
 from bridge_cg_plugin.graphs.buckets import LONGEST_WAIT, TRIED_AGAIN, WINDOW, Bucket, Demand
 from bridge_cg_plugin.graphs.fallback import Fallback
 
+from .changes import Rows
+
 EXACT_BELOW = 256
-
-
-class Rows(NamedTuple):
-    tokens: int
 
 
 def plain(**settings):
@@ -95,19 +92,6 @@ def test_any_sizes_get_buckets_within_the_limit_that_take_them(sizes, limit):
     assert waits(demand, often) == (often <= limit // 4 * 4)
     if sizes.count(often) > len(sizes) // 2 and waits(demand, often):
         assert any(often <= bucket.tokens for bucket in demand.buckets)
-
-
-def test_buckets_are_chosen_for_microbatches_of_the_same_mode():
-    demand = shown(plain(), *[1024] * 4)
-    demand.begin(1)
-    demand.turn_to(training=False)
-    assert demand.next() is None, "what training saw says nothing of evaluation"
-    shown(demand, *[8192] * 4)
-    assert waits(demand, 8192)
-    demand.turn_to(training=True)
-    assert demand.next() is None
-    demand.turn_to(training=False)
-    assert demand.due() and demand.next() == Bucket(8192)
 
 
 sizes = st.lists(st.integers(1, 3000).map(lambda n: 4 * n), min_size=1, max_size=60)

@@ -16,7 +16,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import yaml
 
 import bridge_cg_plugin
 from bridge_cg_plugin.cli import main as cli
@@ -101,13 +100,6 @@ def test_robustness_names_every_option_that_no_gpu_test_sets():
     fields = {(name, field) for group in GROUPS for name, field in group.fields.items()}
     unset = {field for name, field in fields if not {name, field.rpartition(".")[2]} & words}
     assert set(re.findall(r"`([\w.]+)`", said)) == unset
-
-
-# The site
-
-
-def site():
-    return yaml.safe_load((ROOT / "mkdocs.yml").read_text())
 
 
 MOST_WORDS = 20_000

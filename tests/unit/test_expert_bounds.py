@@ -1,7 +1,9 @@
 """Experts of more ranks with bounded room for tokens: eager's results, and eager itself where there is too little."""
 
+import math
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -14,7 +16,7 @@ from torch import distributed
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode
 
 from bridge_cg_plugin.language.experts import exchange as exchanges
-from bridge_cg_plugin.language.experts.exchange import ExpertExchange, bounds_of, needed, room
+from bridge_cg_plugin.language.experts.exchange import MARGIN, ExpertExchange, bounds_of, needed, room
 from bridge_cg_plugin.switches import EXPERT_BOUNDS
 from bridge_cg_plugin.upstream.parallel.process_groups import expert_group, without_collectives
 from tests.ranks import run_ranks
@@ -222,3 +224,29 @@ def test_what_a_pass_needs(tokens, ranks, its, random):
         sent, computed = bounds_of([needs], None)
     assert sent * tokens == pytest.approx(1.25 * max(sum(map(bool, each)) for each in there))
     assert computed * tokens == pytest.approx(1.25 * max(sum(map(len, each)) for each in there))
+
+
+# Hidden size, an expert's, how many experts there are, and to how many of them a token goes.
+PLANNED = {
+    "Qwen3-VL-30B-A3B": (2048, 768, 128, 8),
+    "Qwen3-VL-235B-A22B": (4096, 1536, 128, 8),
+    "Qwen3.6-35B-A3B": (2048, 512, 256, 8),
+}
+PAGE = Path(__file__).parents[2] / "docs" / "packed.md"
+
+
+@pytest.mark.parametrize("name", PLANNED)
+def test_the_page_plans_what_exchanges_have_room_for(name):
+    hidden, inner, experts, chosen = PLANNED[name]
+    tokens, expected = 8192, []
+    for ranks, bounded in ((8, False), (8, True), (64, True)):
+        places, rows = tokens, ranks * tokens * min(chosen, experts // ranks)
+        if bounded:
+            reached = 1 - math.comb(experts - experts // ranks, chosen) / math.comb(experts, chosen)
+            places, rows = room(MARGIN * reached, tokens), room(MARGIN * chosen / ranks, ranks * tokens)
+        kept = rows * 3 * inner * 2 + ranks * places * hidden * 2
+        sent = 2 * ranks * places * hidden * (2 + 4)  # tokens in bf16, their sums in fp32, in each pass
+        expected += [kept / 1e9, sent / 1e9]
+    row = next(line for line in PAGE.read_text().splitlines() if line.startswith(f"| {name} |"))
+    found = [float(number) for cell in row.split("|")[2:-1] for number in cell.split(",")]
+    assert found == pytest.approx(expected, rel=0.1)

@@ -1,5 +1,7 @@
 """Kernels of experts in Triton's interpreter, against the products that the reference executor takes."""
 
+import dataclasses
+
 import pytest
 import torch
 from torch.nn import functional
@@ -66,15 +68,11 @@ def make_case(sizes, dtype):
     inner = torch.randn(tokens * top_k, 2 * out, generator=generator).to(dtype)
     inner[rows.bounds[-1] :] = torch.nan
     return {
+        **dataclasses.asdict(rows),
         "routing_map": routing_map,
         "used": torch.tensor([used], dtype=torch.int32),
-        "entries": rows.entries,
-        "rows_of": rows.rows_of,
         "inner": inner,
         "probabilities": torch.rand(tokens * top_k, generator=generator),
-        "bounds": rows.bounds,
-        "tokens": rows.tokens,
-        "places": rows.places,
         "x": torch.randn(tokens, width, generator=generator).to(dtype),
         "weights": weights,
         "gradient": gradient,

@@ -258,12 +258,12 @@ def groups_of_layers_and_experts():
 
 def test_ranks_that_are_on_graphs_together(tmp_path):
     sizes = {"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 1}
-    four, two, six = (tmp_path / name for name in ("four", "two", "six"))
-    for folder in (four, two, six):
-        folder.mkdir()
-    found = run_ranks(4, groups_of_layers_and_experts, four, expert_model_parallel_size=4, **sizes)
-    assert found == [[0, 1, 2, 3]] * 4
-    found = run_ranks(4, groups_of_layers_and_experts, two, expert_model_parallel_size=2, **sizes)
-    assert found == [[0, 1]] * 2 + [[2, 3]] * 2
-    found = run_ranks(6, groups_of_layers_and_experts, six, expert_model_parallel_size=3, **sizes)
+
+    def groups(world, experts):
+        (folder := tmp_path / str(experts)).mkdir()
+        return run_ranks(world, groups_of_layers_and_experts, folder, expert_model_parallel_size=experts, **sizes)
+
+    assert groups(4, 4) == [[0, 1, 2, 3]] * 4
+    assert groups(4, 2) == [[0, 1]] * 2 + [[2, 3]] * 2
+    found = groups(6, 3)
     assert all("expert_model_parallel_size=3: it must be a multiple or divisor" in said for said in found)

@@ -226,31 +226,25 @@ def test_packs_are_recorded_on_demand_and_named_for_another_run():
 NAMED = {"buckets": (64, 320), "exact_below": 256}
 
 
-def assert_runs_eager(model, graphs, rows, reason):
-    for _ in range(3):
-        with graphs.step():
-            forward(model, rows)
-    assert dict(graphs.statistics().fallbacks) == {reason: 3 * len(graphs._regions)}
-
-
 @pytest.mark.parametrize(
-    "rows, reason, options", [([[17, 4, 4]], "too_many_frames", {}), ([[1, 16, 8]], "too_few_tokens", NAMED)]
+    "rows, reason, options, deterministic",
+    [
+        ([[17, 4, 4]], "too_many_frames", {}, False),
+        ([[1, 16, 8]], "too_few_tokens", NAMED, False),
+        ([[1, 32, 42]] * 2, "frame_too_large", {}, True),
+    ],
 )
 def test_what_no_bucket_will_take_is_told_by_what_speaks_against_those_that_could_be_recorded(
-    tower, rows, reason, options
+    tower, rows, reason, options, deterministic, monkeypatch
 ):
-    graphs, stack = grown(tower, SMALL, **options)
+    monkeypatch.setenv("NVTE_ALLOW_NONDETERMINISTIC_ALGO", str(int(not deterministic)))
+    graphs, stack = grown(tower, rows if deterministic else SMALL, **options)
     with stack:
-        assert_runs_eager(tower, graphs, rows, reason)
-
-
-def test_frames_that_no_deterministic_bucket_takes_are_told(tower, monkeypatch):
-    monkeypatch.setenv("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
-    large = [[1, 32, 42]] * 2
-    graphs, stack = grown(tower, large)
-    with stack:
-        assert not capacities(graphs)
-        assert_runs_eager(tower, graphs, large, "frame_too_large")
+        assert bool(capacities(graphs)) != deterministic
+        for _ in range(3):
+            with graphs.step():
+                forward(tower, rows)
+        assert dict(graphs.statistics().fallbacks) == {reason: 3 * len(graphs._regions)}
 
 
 def test_no_garbage_is_collected_while_a_step_waits_for_a_capture(tower, monkeypatch):

@@ -20,8 +20,8 @@ from .hugging_face_towers import (
 )
 from .towers import draw, graphs_on, new_tower
 
-SIZES = st.integers(1, 4096)
-GRIDS = st.lists(st.tuples(SIZES, SIZES, SIZES), min_size=1, max_size=6)
+SIZES = st.integers(0, 4096)
+GRIDS = st.lists(st.tuples(SIZES, SIZES, SIZES).filter(any), min_size=1, max_size=6)
 
 
 @given(GRIDS, GRIDS, st.integers(0, 4))
@@ -35,11 +35,6 @@ def test_values_pass_for_the_same_grid_only(rows, others, unused):
     assert poisoned(values, buffer).isnan().all() == (others != rows)
 
 
-# What the host was told of, and what is on the device: other sizes, fewer patches, none.
-STALE = [
-    *(((frames, height, width), (1, 8, 4)) for frames, height, width in ((1, 4, 8), (2, 4, 4), (1, 2, 16))),
-    *(((1, 8, 4), found) for found in ((1, 4, 4), (0, 8, 4))),
-]
 TOWERS = {
     "qwen3_vl": (new_tower, draw),
     "qwen25_vl": (new_qwen25, draw_windows),
@@ -49,19 +44,13 @@ TOWERS = {
 }
 
 
-@pytest.mark.parametrize(
-    ("make", "draws", "told", "there"),
-    [
-        *((*TOWERS["qwen3_vl"], *stale) for stale in STALE),
-        *((*TOWERS[name], *STALE[0]) for name in TOWERS if name != "qwen3_vl"),
-    ],
-    ids=lambda value: getattr(value, "__name__", str(value)),
-)
-def test_outputs_are_nan_where_the_host_was_told_of_other_images(make, draws, told, there, monkeypatch):
+@pytest.mark.parametrize("there", [(1, 8, 4), (1, 4, 4), (0, 8, 4)], ids=str)
+@pytest.mark.parametrize(("make", "draws"), TOWERS.values(), ids=TOWERS)
+def test_outputs_are_nan_where_the_host_was_told_of_other_images(make, draws, there, monkeypatch):
     tower, (pixels, grid) = make(), draws([[1, 8, 4]])
     with graphs_on(tower, executor=TapeExecutor()) as graphs:
         assert all(o.isfinite().all() for o in graphs.workload.encoder.outputs(tower(pixels, grid_thw=grid)))
-        monkeypatch.setattr(graphs.workload.grids, "lookup", lambda tensor: (told,))
+        monkeypatch.setattr(graphs.workload.grids, "lookup", lambda tensor: ((1, 4, 8),))
         outputs = graphs.workload.encoder.outputs(tower(pixels, grid_thw=torch.tensor([there])))
         assert graphs.statistics().replays == 2 and not graphs.statistics().fallbacks
         assert all(o.isnan().all() for o in outputs)

@@ -43,20 +43,6 @@ def loud(function):
     return printing
 
 
-def command_line(*words, **environment):
-    """Run a command in a process of its own; returns (standard output, standard error)."""
-    clean = {name: value for name, value in os.environ.items() if name != plugin.SWITCH}
-    done = subprocess.run(
-        [sys.executable, "-m", "bridge_cg_plugin.cli.main", *words],
-        env={**clean, **environment},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout, done.stderr
-
-
 @pytest.fixture
 def lengths(tmp_path):
     path = tmp_path / "lengths.json"
@@ -121,7 +107,11 @@ def test_a_module_that_prints_at_import(tmp_path):
     recipes.mkdir(parents=True)
     (recipes.parent / "__init__.py").write_text("")
     (recipes / "__init__.py").write_text(f"{LOUD}\ndef loud_config():\n    return {{'cuda_graph_impl': 'none'}}\n")
-    out, err = command_line("explain", "loud_config", "--json", PYTHONPATH=f"{tmp_path}{os.pathsep}{ROOT}")
-    assert out.count("\n") == 1 and isinstance(json.loads(out), dict)
+    environment = {name: value for name, value in os.environ.items() if name != plugin.SWITCH}
+    environment["PYTHONPATH"] = f"{tmp_path}{os.pathsep}{ROOT}"
+    command = [sys.executable, "-m", "bridge_cg_plugin.cli.main", "explain", "loud_config", "--json"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("\n") == 1 and isinstance(json.loads(done.stdout), dict)
     for way in ("python", "descriptor", "C", "log", "original object", "end"):
-        assert err.count(f"LOUD {way}\n") == 1, way
+        assert done.stderr.count(f"LOUD {way}\n") == 1, way

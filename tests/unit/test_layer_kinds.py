@@ -25,26 +25,26 @@ from .packs import EXPERTS
 class Layer(nn.Module):
     """Adds to its hidden states, and notes that it did."""
 
-    def __init__(self, number: int, ran: list[int], width: int = 4, returns=lambda out: out) -> None:
+    def __init__(self, number: int, ran: list[int], returns=lambda out: out) -> None:
         super().__init__()
-        self.layer_number, self.linear = number, nn.Linear(width, width)
+        self.layer_number, self.linear = number, nn.Linear(4, 4)
         self._ran, self._returns = ran, returns
 
-    def forward(self, hidden, other=None):
+    def forward(self, hidden):
         self._ran.append(self.layer_number)
         return self._returns(hidden + self.linear(hidden))
 
 
 class Model(nn.Module):
-    """Calls its layers in turn, each with an argument of its own where there are some."""
+    """Calls its layers in turn."""
 
-    def __init__(self, *layers, others=None) -> None:
+    def __init__(self, *layers) -> None:
         super().__init__()
-        self.layers, self.others = nn.ModuleList(layers), others or [None] * len(layers)
+        self.layers = nn.ModuleList(layers)
 
     def forward(self, hidden):
-        for layer, other in zip(self.layers, self.others, strict=True):
-            hidden = layer(hidden, other=other)
+        for layer in self.layers:
+            hidden = layer(hidden)
             hidden = hidden[0] if isinstance(hidden, tuple) else hidden
         return hidden
 
@@ -189,12 +189,17 @@ def test_a_further_bucket_is_warmed_up_by_one_layer_of_each_kind(case, monkeypat
     assert len(calls) == passes * len(layers) + 2 * kinds  # the first bucket's look at a pass is brief, too
 
 
-class CountingExecutor(TapeExecutor):
-    """Counts the bodies of brief passes that are alive when a whole pass follows."""
+class NothingComputed(TapeExecutor):
+    """Leaves NaN in what a recording made, as a capture computes nothing.
+
+    Attributes:
+        recording: Whether a pass is recorded now.
+        alive: How many bodies of brief passes were alive when a whole pass followed.
+    """
 
     def __init__(self):
         super().__init__()
-        self._brief, self.alive = [], []
+        self.recording, self._brief, self.alive = False, [], []
 
     def warm_up(self, body, make_output_gradients, briefly=False):
         if briefly:
@@ -202,16 +207,6 @@ class CountingExecutor(TapeExecutor):
         elif self._brief:
             self.alive.append(sum(each() is not None for each in self._brief))
         super().warm_up(body, make_output_gradients, briefly)
-
-
-class NothingComputed(CountingExecutor):
-    """Leaves NaN in what a recording made, as a capture computes nothing.
-
-    Attributes:
-        recording: Whether a pass is recorded now.
-    """
-
-    recording = False
 
     def record_forward(self, body, pool):
         self.recording, computed = True, Tape()

@@ -3,7 +3,7 @@
 from functools import cache
 
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers.vision_utils import get_vision_window_index
 
@@ -106,17 +106,12 @@ def both_ways(grid, spare, spare_rows, dtype):
     )
 
 
-@given(images, padding, unused_rows, dtypes)
-def test_the_gradient_of_images_is_bridges_bit_for_bit(grid, spare, spare_rows, dtype):
-    (_, found), (_, expected) = both_ways(grid, spare, spare_rows, dtype)
-    assert torch.equal(found, expected)
-
-
-@given(grids, padding, unused_rows, dtypes)
+@settings(max_examples=100)
+@given(st.one_of(images, grids), padding, unused_rows, dtypes)
 def test_the_embedding_is_bridges_bit_for_bit_its_gradient_up_to_the_order_of_frames(grid, spare, spare_rows, dtype):
     (embedded, found), (expected_embedding, expected) = both_ways(grid, spare, spare_rows, dtype)
     assert torch.equal(embedded[: count(grid)], expected_embedding)
     assert not embedded[count(grid) :].any()
     rounding = torch.finfo(dtype).eps
-    assert torch.isfinite(found).all()
+    assert torch.isfinite(found).all() and (torch.equal(found, expected) or any(frames > 1 for frames, _, _ in grid))
     assert (found - expected).float().norm() <= 2 * rounding * expected.float().norm()

@@ -17,21 +17,35 @@ from ..other_memory import are_intact, fill_elsewhere
 from ..regions import new_region
 from ..rows_program import RowsProgram
 from ..tape import CountingTape, TapeExecutor
-from .towers import assert_close, forward, graphs_on, loss_of, new_tower, results
+from .towers import assert_close, forward, graphs_on, loss_of, move, new_tower, results
 
 
-def free_gradients(tower, flat):
-    """Free the buffer of gradients, which gets other memory; return what somebody else makes of what it had."""
-    storage = flat.untyped_storage()
-    size, address = storage.nbytes(), flat.data_ptr()
-    storage.resize_(0)
-    return fill_elsewhere(storage, size, {address})
+class Gradients:
+    """A buffer of `main_grad`s, as data parallelism has it, behind those of so many other elements."""
+
+    def __init__(self, model, before=0):
+        self.flat, self._others = torch.zeros(before + sum(p.numel() for p in model.parameters())), []
+        self._nbytes, self._addresses = self.flat.nbytes, {self.flat.data_ptr()}
+        give_main_grads(model.parameters(), self.flat[before:])
+        self._nodes = hook_main_grads(model.parameters())
+
+    def leave(self):
+        self.flat.untyped_storage().resize_(0)
+
+    def back(self):
+        """Take memory again, other than ever before."""
+        self._others += fill_elsewhere(self.flat.untyped_storage(), self._nbytes, self._addresses)
+        self._addresses.add(self.flat.data_ptr())
+        self.flat.zero_()
+
+    def others_are_intact(self):
+        return are_intact(self._others)
 
 
 def test_recordings_of_the_last_places_of_memory_are_kept():
     places = [1, 2, 3, 1, 2, 3, 4, 5, 1]
     tower, reference = new_tower(), new_tower()
-    flat, expected = with_main_grads(tower), with_main_grads(reference)
+    found, expected = Gradients(tower), Gradients(reference)
     memory = [[p.detach().clone() for p in tower.parameters()] for _ in range(6)]
     executor, expected_count, kept = CountingTape(), 0, [0]
     with graphs_on(tower, buckets=(16,), executor=executor) as graphs:
@@ -42,7 +56,7 @@ def test_recordings_of_the_last_places_of_memory_are_kept():
             for model in (tower, reference):
                 with graphs.step():
                     loss_of(forward(model, [[1, 4, 4]], seed=number)).backward()
-            assert_close([flat], [expected])
+            assert_close([found.flat], [expected.flat])
             expected_count += place not in kept
             kept = [place, *[other for other in kept if other != place]][:MOST_SOURCES]
         statistics = graphs.statistics()
@@ -57,45 +71,46 @@ def test_memory_that_moves_all_the_time_is_told_once(caplog):
             assert ("moved" in caplog.text) == (number > MANY_MOVES)
             with graphs.step():
                 results(tower, [[1, 4, 4]], number)
-            move_parameters(tower, None)
+            move(tower)
     assert sum("graphs are captured again each time" in record.message for record in caplog.records) == 1
 
 
-def move_parameters(tower, flat):
-    for parameter in tower.parameters():
-        parameter.data = parameter.data.clone()
-    return []
+def free_gradients(tower, gradients):
+    gradients.leave()
+    gradients.back()
 
 
-def replace_gradients(tower, flat):
+def move_parameters(tower, gradients):
+    move(tower)
+
+
+def replace_gradients(tower, gradients):
     for parameter in tower.parameters():
         parameter.main_grad = parameter.main_grad.clone()
-    return []
 
 
-def take_gradients_away(tower, flat):
+def take_gradients_away(tower, gradients):
     for parameter in tower.parameters():
         del parameter.main_grad
-    return []
 
 
 @pytest.mark.parametrize("change", [free_gradients, move_parameters, replace_gradients, take_gradients_away])
 @pytest.mark.parametrize("in_step", [False, True])
 def test_memory_that_moves_between_forward_and_backward_is_an_error_and_is_not_written(change, in_step):
     tower = new_tower()
-    flat = with_main_grads(tower)
+    gradients = Gradients(tower)
     with (
         graphs_on(tower, buckets=(16,), executor=TapeExecutor()) as graphs,
         graphs.step() if in_step else nullcontext(),
     ):
         loss_of(forward(tower, [[1, 4, 4]])).backward()
         outputs = forward(tower, [[1, 4, 4]])
-        others = change(tower, flat)
-        written = flat.clone()
+        change(tower, gradients)
+        written = gradients.flat.clone()
         with pytest.raises(ReplayError, match="between the forward and the backward"):
             loss_of(outputs).backward()
         assert graphs.statistics().replays == 2
-        assert are_intact(others) and torch.equal(flat.view(torch.int32), written.view(torch.int32))
+        assert gradients.others_are_intact() and torch.equal(gradients.flat, written)
 
 
 def test_weights_that_all_change_inside_a_step_are_seen_at_once():
@@ -115,7 +130,8 @@ def test_weights_that_all_change_inside_a_step_are_seen_at_once():
 
 def test_other_views_of_the_same_gradients_are_written():
     tower = new_tower()
-    flat = with_main_grads(tower)
+    gradients = Gradients(tower)
+    flat = gradients.flat
     with graphs_on(tower, buckets=(16,), executor=TapeExecutor()) as graphs:
         loss_of(forward(tower, [[1, 4, 4]])).backward()
         expected = flat.clone()
@@ -143,14 +159,6 @@ def test_gradients_without_main_grad_lie_in_memory_that_all_recordings_share():
         assert graphs.statistics().gradient_bytes == weights
 
 
-def with_main_grads(model) -> torch.Tensor:
-    """Give every parameter a `main_grad` in one buffer, which a hook adds to as data parallelism does."""
-    flat = torch.zeros(sum(p.numel() for p in model.parameters()))
-    give_main_grads(model.parameters(), flat)
-    model.nodes = hook_main_grads(model.parameters())
-    return flat
-
-
 def returned(recorded):
     """Return the gradients that a recording hands to autograd."""
     recorded.recording.forward()
@@ -158,28 +166,6 @@ def returned(recorded):
 
 
 WIDTH = 4
-
-
-class Gradients:
-    """A buffer of `main_grad`s, as data parallelism has it, behind those of so many other elements."""
-
-    def __init__(self, model, before=0):
-        self.flat, self._others = torch.zeros(before + sum(p.numel() for p in model.parameters())), []
-        self._nbytes, self._addresses = self.flat.nbytes, {self.flat.data_ptr()}
-        give_main_grads(model.parameters(), self.flat[before:])
-        self._nodes = hook_main_grads(model.parameters())
-
-    def leave(self):
-        self.flat.untyped_storage().resize_(0)
-
-    def back(self):
-        """Take memory again, other than ever before."""
-        self._others += fill_elsewhere(self.flat.untyped_storage(), self._nbytes, self._addresses)
-        self._addresses.add(self.flat.data_ptr())
-        self.flat.zero_()
-
-    def others_are_intact(self):
-        return are_intact(self._others)
 
 
 @pytest.fixture

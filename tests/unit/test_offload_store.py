@@ -51,18 +51,12 @@ class LateTransfers:
         token()
 
 
-def saver_region(policy=EVERYTHING, slots=1, transfers=None, program=None, tokens=(8,)):
+def saver_region(policy=EVERYTHING, transfers=None, program=None):
     """Capture a region; returns it and its offloading."""
-    offloading = RegionOffloading(policy, slots, CPU)
+    offloading = RegionOffloading(policy, 1, CPU)
     if transfers is not None:
         offloading._transfers = transfers
-    region = new_region(
-        program or SaverProgram(Saver()),
-        new_executor(),
-        [Bucket(t) for t in tokens],
-        slots=slots,
-        offloading=offloading,
-    )
+    region = new_region(program or SaverProgram(Saver()), new_executor(), [Bucket(8)], offloading=offloading)
     region.capture()
     return region, offloading
 
@@ -136,11 +130,6 @@ class InPlace(nn.Module):
         return out
 
 
-def test_a_tensor_that_was_written_to_after_it_was_saved_is_an_error():
-    with pytest.raises(CaptureError, match="written to since"):
-        saver_region(program=SaverProgram(InPlace()))
-
-
 class Squares(nn.Module):
     """Saves squares that can be recomputed, in place too, rightly or wrongly."""
 
@@ -167,26 +156,18 @@ class Squares(nn.Module):
 
 
 @pytest.mark.reference_executor
-@pytest.mark.parametrize("in_place", [False, True])
-def test_what_can_be_recomputed_is_made_again(in_place):
-    region, offloading = saver_region(program=SaverProgram(Squares(in_place=in_place)), transfers=LateTransfers())
-    plan = planned_of(offloading)
-    assert len(plan.places(Fate.REBUILD)) == 1
+@pytest.mark.parametrize("kind, rebuilt", [((), 1), (("in_place",), 1), (("wrong",), 0), (("unnoted",), 0)], ids=str)
+def test_what_is_recomputed_to_the_bit_is_made_again_and_nothing_else(kind, rebuilt, capsys):
+    region, offloading = saver_region(
+        program=SaverProgram(Squares(**dict.fromkeys(kind, True))), transfers=LateTransfers()
+    )
+    assert len(planned_of(offloading).places(Fate.REBUILD)) == rebuilt
+    assert ("not recomputed" in capsys.readouterr().out) == ("wrong" in kind)
     batch, model = batch_of(8, 0), region.program.model
     expected = results(model, batch, model.parameters())
     model.rebuilt.times = 0
     assert all(map(torch.equal, results(region.run, batch, model.parameters()), expected))
-    assert model.rebuilt.times == 1
-
-
-@pytest.mark.parametrize("fault", [{"wrong": True}, {"unnoted": True}], ids=lambda fault: next(iter(fault)))
-def test_what_is_not_recomputed_to_the_bit_is_not_made_again(fault, capsys):
-    region, offloading = saver_region(program=SaverProgram(Squares(**fault)))
-    assert not planned_of(offloading).places(Fate.REBUILD)
-    assert ("not recomputed" in capsys.readouterr().out) == ("wrong" in fault)
-    batch, model = batch_of(8, 0), region.program.model
-    expected = results(model, batch, model.parameters())
-    assert all(map(torch.equal, results(region.run, batch, model.parameters()), expected))
+    assert model.rebuilt.times == rebuilt
 
 
 class Wavering(Squares):
@@ -201,9 +182,10 @@ class Wavering(Squares):
         return super().forward(x) + ((x @ self.weight).square().exp() if other else 0)
 
 
-def test_a_forward_that_saves_other_tensors_than_before_is_an_error():
-    with pytest.raises(CaptureError, match="saved other tensors"):
-        saver_region(program=SaverProgram(Wavering()))
+@pytest.mark.parametrize("kind, said", [(InPlace, "written to since"), (Wavering, "saved other tensors")])
+def test_a_forward_that_writes_to_what_it_saved_or_saves_other_tensors_than_before_is_an_error(kind, said):
+    with pytest.raises(CaptureError, match=said):
+        saver_region(program=SaverProgram(kind()))
 
 
 class Layers(nn.ModuleList):

@@ -251,31 +251,6 @@ def test_an_attention_function_that_somebody_registered_runs(registered, monkeyp
         assert_close([tower(batch[0], grid_thw=batch[1]).pooler_output], [expected], 0)
 
 
-PACKED = {
-    "rotation": (core_attention, "apply_rotary_pos_emb", {}),
-    "experts": (MoELayer, "forward", packs.EXPERTS),
-    "an exchange": (MoELayer, "combine", packs.EXPERTS),
-}
-
-
-@pytest.mark.parametrize(("owner", "name", "model"), PACKED.values(), ids=PACKED)
-def test_a_packed_decoder_with_own_code_runs_eager(owner, name, model, monkeypatch):
-    if not hasattr(owner, name):
-        pytest.skip("this release has none")
-    kept = getattr(owner, name)
-    monkeypatch.setattr(owner, name, functools.wraps(kept)(lambda *args, **kwargs: kept(*args, **kwargs)))
-    options = {"cuda_graph_modules": []} if model else {}
-    with packs.ON_CPU():
-        decoder = packs.new_model(**model)
-        graphed = packs.graphs_on(
-            decoder, packs.pack((100, 150)), capture=False, cuda_graph_packed_strict=False, **options
-        )
-        with graphed as graphs:
-            assert not graphs.capture()
-            packs.losses_and_gradients(decoder, packs.pack((200, 120)))
-            assert graphs.statistics().fallbacks == {"own_code": 1}
-
-
 class Delegating:
     """Stands in for a token dispatcher."""
 
@@ -289,21 +264,30 @@ class Delegating:
         return self._inner.combine_postprocess(hidden) * 2
 
 
-INSIDE_EXPERTS = {
-    "a linear layer": lambda moe: wrap(moe.experts.local_experts[0].linear_fc1),
-    "what it multiplies by": lambda moe: wrap(moe.experts.local_experts[1].linear_fc2, "_forward_impl"),
-    "its weights": lambda moe: setattr(moe.experts.local_experts[0].linear_fc1, "_get_weight_tensors", Annotated),
-    "all of it": lambda moe: wrap(moe),
-    "a router": lambda moe: wrap(moe.router, "routing"),
-    "an exchange": lambda moe: setattr(moe, "token_dispatcher", Delegating(moe.token_dispatcher)),
+def patch(owner, name):
+    """Return what lets a function that models share be somebody else's."""
+    missing = pytest.mark.skipif(not hasattr(owner, name), reason="this release has none")
+    return pytest.param(lambda _, patched: patched.setattr(owner, name, doubled(getattr(owner, name))), marks=missing)
+
+
+PACKED = {
+    "rotation": patch(core_attention, "apply_rotary_pos_emb"),
+    "experts": patch(MoELayer, "forward"),
+    "an exchange of all": patch(MoELayer, "combine"),
+    "a linear layer": lambda moe, _: wrap(moe.experts.local_experts[0].linear_fc1),
+    "what it multiplies by": lambda moe, _: wrap(moe.experts.local_experts[1].linear_fc2, "_forward_impl"),
+    "its weights": lambda moe, _: setattr(moe.experts.local_experts[0].linear_fc1, "_get_weight_tensors", Annotated),
+    "all of it": lambda moe, _: wrap(moe),
+    "a router": lambda moe, _: wrap(moe.router, "routing"),
+    "an exchange": lambda moe, _: setattr(moe, "token_dispatcher", Delegating(moe.token_dispatcher)),
 }
 
 
-@pytest.mark.parametrize("change", INSIDE_EXPERTS.values(), ids=INSIDE_EXPERTS)
-def test_experts_with_own_code_run_eager_as_any_region(change):
+@pytest.mark.parametrize("change", PACKED.values(), ids=PACKED)
+def test_packed_layers_with_own_code_run_eager_as_any_region(change, monkeypatch):
     with packs.ON_CPU():
         decoder, arguments = packs.new_model(**packs.EXPERTS), packs.pack((200, 120))
-        change(next(layer.mlp for layer in decoder.decoder.layers if layer.is_moe_layer))
+        change(next(layer.mlp for layer in decoder.decoder.layers if layer.is_moe_layer), monkeypatch)
         expected = packs.losses_and_gradients(decoder, arguments)
         options = {"cuda_graph_modules": [], "cuda_graph_packed_strict": False, "capture": False}
         with packs.graphs_on(decoder, packs.pack((100, 150)), **options) as graphs:

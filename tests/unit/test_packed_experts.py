@@ -15,19 +15,21 @@ from bridge_cg_plugin.upstream.decoder.block import TransformerBlockFamily
 from bridge_cg_plugin.upstream.decoder.experts import NEEDED, statistics_of
 from tests.routers import take_statistics
 
+from ..main_grads import hook_main_grads, reduced
 from .packs import (
     EXPERTS,
     ON_CPU,
     WARMUP,
-    assert_adds_to_main_grads,
     assert_same,
+    eager,
     graphs_on,
     losses_and_gradients,
     new_model,
     pack,
     replayed,
+    replaying,
 )
-from .towers import poison
+from .towers import assert_close, loss_of, poison
 
 MODELS = {
     "swiglu": {},
@@ -41,40 +43,33 @@ MODELS = {
 PACKS = (pack((30, 180, 77)), pack((300,), seed=1), pack((200, 120), seed=2), pack((321, 100), seed=3))
 
 
-def on_graphs(model, *warmup, **options):
-    return graphs_on(model, *(warmup or (pack(WARMUP),)), cuda_graph_modules=[], **options)
-
-
 @pytest.mark.parametrize("changes", MODELS.values(), ids=MODELS)
 def test_losses_and_gradients_are_eagers(changes):
     model = new_model(**{**EXPERTS, **changes})
-    expected = [losses_and_gradients(model, arguments) for arguments in PACKS]
-    assert_replays_are_eagers(model, PACKS, expected)
-    assert not any("forward" in vars(layer.mlp) for layer in model.decoder.layers)
-
-
-def assert_replays_are_eagers(model, packs, expected):
-    """Compare losses and gradients of packs on graphs with those of eager."""
-    with ON_CPU(), on_graphs(model) as graphs:
-        for arguments, wanted in zip(packs, expected, strict=True):
-            poison(graphs, float("nan"))
-            found = losses_and_gradients(model, arguments)
-            assert_same(found, wanted)
+    with ON_CPU(), replaying(model, PACKS, pack(WARMUP), cuda_graph_modules=[]) as graphs:
         assert len(graphs._regions) == 1
-        assert graphs.statistics().replays == len(packs) and not graphs.statistics().fallbacks
 
 
 def test_gradients_are_added_to_main_grad():
+    """Those of the decoder; others are in `grad`."""
     model = new_model(**EXPERTS)
-    with ON_CPU():
-        assert_adds_to_main_grads(model, PACKS[:2], lambda: on_graphs(model))
+    expected = [losses_and_gradients(model, batch)[1] for batch in PACKS]
+    model.nodes = hook_main_grads(model.decoder.parameters())
+    with ON_CPU(), reduced(), graphs_on(model, pack(WARMUP), cuda_graph_modules=[]) as graphs:
+        for batch in PACKS:
+            loss_of([model(**batch)]).backward()
+        assert replayed(graphs) == len(PACKS)
+    inside = set(model.decoder.parameters())
+    found = [parameter.main_grad if parameter in inside else parameter.grad for parameter in model.parameters()]
+    assert_close(found, [sum(parts) for parts in zip(*expected, strict=True)])
 
 
 def test_frozen_experts():
     model = new_model(**EXPERTS)
     for layer in model.decoder.layers:
         layer.mlp.experts.requires_grad_(False)
-    assert_replays_are_eagers(model, PACKS[:1], [losses_and_gradients(model, PACKS[0])])
+    with ON_CPU(), replaying(model, PACKS[:1], pack(WARMUP), cuda_graph_modules=[]):
+        pass
 
 
 @pytest.mark.reference_executor
@@ -83,7 +78,7 @@ def test_padding_goes_to_no_expert(monkeypatch):
     find_rows = packed_experts.find_rows
     monkeypatch.setattr(packed_experts, "find_rows", lambda *args: seen.append(find_rows(*args)) or seen[-1])
     model = new_model(**EXPERTS)
-    with ON_CPU(), on_graphs(model) as graphs:
+    with ON_CPU(), graphs_on(model, pack(WARMUP), cuda_graph_modules=[]) as graphs:
         del seen[:]
         model(**pack((270,)))
         assert graphs.statistics().replays == 1
@@ -91,28 +86,17 @@ def test_padding_goes_to_no_expert(monkeypatch):
     assert all(rows.tokens.shape[0] == 2 * 320 for rows in seen)
 
 
-def assert_packs_are_eagers(model, graphs):
-    for arguments in PACKS:
-        found = losses_and_gradients(model, arguments)
-        with graphs.paused():
-            expected = losses_and_gradients(model, arguments)
-        assert_same(found, expected)
-
-
-CHANGED = {"moe_expert_capacity_factor": 0.5, "moe_z_loss_coeff": 0.1}
-
-
 @pytest.mark.parametrize(
     "field, value, modules",
-    [(*item, modules) for item, modules in zip(CHANGED.items(), ([], ["moe_router"]), strict=True)],
-    ids=CHANGED,
+    [("moe_expert_capacity_factor", 0.5, []), ("moe_z_loss_coeff", 0.1, ["moe_router"])],
 )
 def test_options_that_change_after_capture_are_obeyed(field, value, modules):
     model = new_model(**EXPERTS)
     options = {"cuda_graph_modules": modules, "cuda_graph_packed_strict": False}
     with ON_CPU(), graphs_on(model, pack(WARMUP), **options) as graphs:
         setattr(model.config, field, value)
-        assert_packs_are_eagers(model, graphs)
+        for arguments in PACKS:
+            assert_same(losses_and_gradients(model, arguments), eager(model, graphs, arguments))
         assert graphs.statistics().fallbacks
 
 
@@ -134,35 +118,32 @@ def test_settings_that_experts_inside_the_graph_do_not_have(name):
         TransformerBlockFamily(model.decoder).parts(())
 
 
-def test_losses_of_fused_routers_are_refused():
-    model = new_model(**EXPERTS, **{"moe_aux_loss_coeff": 0.1} | {"moe_router_fusion": True})
-    model.decoder.layers[0].mlp.router.routing_type = "aux_loss"
-    with pytest.raises(OptionError, match="moe_router_fusion=True"):
-        TransformerBlockFamily(model.decoder).parts(())
+ADAPTED = type("LoRALinear", (torch.nn.Linear,), {})(2, 2)
+FUSED = {"moe_router_fusion": True, "moe_aux_loss_coeff": 0.1}
+WITHOUT_A_FUNCTION = {"bias_activation_fusion": True, "activation_func": functional.gelu}
+# What is said of it -> parts, and a change of the last layer's experts.
+REFUSED = {
+    "moe_router_fusion=True": (
+        (),
+        lambda moe: (vars(moe.config).update(FUSED), setattr(moe.router, "routing_type", "aux_loss")),
+    ),
+    "linear layers of LoRALinear": ((), lambda moe: setattr(moe.experts.local_experts[1], "linear_fc1", ADAPTED)),
+    "experts of LoRALinear": ((), lambda moe: setattr(moe, "experts", ADAPTED)),
+    "weights that are not alike": ((), lambda moe: moe.experts.local_experts[0].linear_fc2.requires_grad_(False)),
+    "activation_func=.*gelu": ((), lambda moe: vars(moe.config).update(WITHOUT_A_FUNCTION)),
+    "moe_input_jitter_eps=0.1": (("attn", "moe_router"), lambda moe: setattr(moe.config, "moe_input_jitter_eps", 0.1)),
+    "'mlp': it must be parts that this model's layers have": (("mlp",), lambda moe: None),
+    "one is Linear": (("moe_router",), lambda moe: setattr(moe, "router", torch.nn.Linear(2, 2))),
+}
 
 
-def test_other_experts_are_refused():
+@pytest.mark.parametrize("said", REFUSED)
+def test_what_no_graph_computes_is_refused(said):
+    parts, change = REFUSED[said]
     model = new_model(**EXPERTS)
-    first = model.decoder.layers[0].mlp.experts
-    adapted = type("LoRALinear", (torch.nn.Linear,), {})(2, 2)
-    first.local_experts[1].linear_fc1 = adapted
-    with pytest.raises(OptionError, match="linear layers of LoRALinear"):
-        TransformerBlockFamily(model.decoder).parts(())
-    model.decoder.layers[0].mlp.experts = adapted
-    with pytest.raises(OptionError, match="experts of LoRALinear"):
-        TransformerBlockFamily(model.decoder).parts(())
-    model = new_model(**EXPERTS)
-    model.decoder.layers[1].mlp.experts.local_experts[0].linear_fc2.weight.requires_grad_(False)
-    with pytest.raises(OptionError, match="weights that are not alike"):
-        TransformerBlockFamily(model.decoder).parts(())
-
-
-def test_settings_without_a_function_between_the_linear_layers_are_refused():
-    model = new_model(**EXPERTS)
-    config = model.decoder.layers[0].mlp.config
-    config.bias_activation_fusion, config.activation_func = True, functional.gelu
-    with pytest.raises(OptionError, match="model.activation_func=.*gelu"):
-        TransformerBlockFamily(model.decoder).parts(())
+    change(model.decoder.layers[-1].mlp)
+    with pytest.raises(OptionError, match=said):
+        TransformerBlockFamily(model.decoder).parts(parts)
 
 
 ROUTER, BOTH, WHOLE = ["moe_router"], ["attn", "moe_router"], []
@@ -237,18 +218,6 @@ def test_forced_routing_draws_for_real_tokens_alone(changes):
     assert all(torch.equal(states[name], wanted[name]) for name in wanted)
     for one, other in zip(found, expected, strict=True):
         assert_same(one, other)
-
-
-def test_a_router_that_cannot_be_recorded_is_refused():
-    model = new_model(**EXPERTS, moe_input_jitter_eps=0.1)
-    with pytest.raises(OptionError, match="moe_input_jitter_eps=0.1"):
-        TransformerBlockFamily(model.decoder).parts(("attn", "moe_router"))
-    model = new_model(**EXPERTS)
-    with pytest.raises(OptionError, match="'mlp': it must be parts that this model's layers have"):
-        TransformerBlockFamily(model.decoder).parts(("mlp",))
-    model.decoder.layers[0].mlp.router = torch.nn.Linear(2, 2)
-    with pytest.raises(OptionError, match="one is Linear"):
-        TransformerBlockFamily(model.decoder).parts(("moe_router",))
 
 
 def test_an_eager_microbatch_between_replays_routes_for_itself():

@@ -9,12 +9,26 @@ from bridge_cg_plugin.upstream.hooks import between as pack_indices
 from bridge_cg_plugin.upstream.hooks.helpers.constructors import decoder_helpers
 
 from .hybrids import hybrid_pack, new_hybrid, stand_ins
-from .packs import EXPERTS, WARMUP, assert_same, eager, ends, graphs_on, losses_and_gradients, replayed, unpacked
+from .packs import EXPERTS, WARMUP, ends, graphs_on, replaying, unpacked
 
-PACKS = {
-    "as many as captured": hybrid_pack((1, 90, 30, 100, 60, 20)),
-    "a document of no tokens": hybrid_pack((40, 0, 250)),
-    "repeated offsets": hybrid_pack((120, 150), repeats=9),
+TWO = [hybrid_pack(WARMUP), hybrid_pack((30, 180, 77))]
+PACKS = [
+    *TWO,
+    hybrid_pack((1, 90, 30, 100, 60, 20)),  # as many as captured
+    hybrid_pack((40, 0, 250)),
+    hybrid_pack((120, 150), repeats=9),
+]
+WITH_EXPERTS = {"pattern": "ME*EM", **EXPERTS}
+PARTS = {
+    # A tape shows whether a replay reads the angles of another batch.
+    "all layers, rotated": ({"rotary": True}, PACKS, {}, 1),
+    "a padded row": ({}, [unpacked(96)], {"cuda_graph_max_packed_seqs": None}, 1),
+    "mamba and attention": ({}, TWO, {"cuda_graph_modules": ["attn", "mamba"]}, 3),
+    "mamba and MLP": ({}, TWO, {"cuda_graph_modules": ["mlp", "mamba"]}, 3),
+    "all parts are one": ({}, TWO, {"cuda_graph_modules": ["attn", "mlp", "mamba"]}, 1),
+    "all but Mamba": ({}, TWO, {"cuda_graph_modules": ["attn", "mlp"]}, 2),
+    "experts": (WITH_EXPERTS, TWO, {"cuda_graph_modules": []}, 1),
+    "all but experts": (WITH_EXPERTS, TWO, {"cuda_graph_modules": ["attn", "moe_router", "mamba"]}, 5),
 }
 
 
@@ -25,74 +39,23 @@ def kernels():
 
 
 @pytest.fixture(scope="module")
-def model(executor_kind):
-    """Rotate on the tape, which shows whether a replay reads the angles of another batch."""
-    return new_hybrid(rotary=executor_kind == "tape")
-
-
-@pytest.fixture(scope="module")
-def graphs(model, executor_kind):
-    with graphs_on(model, hybrid_pack(WARMUP)) as made:
-        yield made
-
-
-@pytest.fixture(scope="module")
 def bare():
     """A model that tests put graphs of their own on."""
     return new_hybrid()
 
 
-def assert_replays_are_eagers(model, graphs, arguments):
-    expected = eager(model, graphs, arguments)
-    before = replayed(graphs)
-    found = losses_and_gradients(model, arguments)
-    assert replayed(graphs) == before + len(graphs._regions)
-    assert_same(found, expected)
+@pytest.mark.parametrize("layers, batches, options, regions", PARTS.values(), ids=PARTS)
+def test_batches_parts_and_experts(layers, batches, options, regions):
+    with replaying(new_hybrid(**layers), batches, **options) as graphs:
+        assert len(graphs._regions) == regions
 
 
-@pytest.mark.parametrize("name", PACKS)
-def test_losses_and_gradients_are_eagers(model, graphs, name):
-    assert_replays_are_eagers(model, graphs, PACKS[name])
-
-
-def test_a_padded_row(bare):
-    expected = losses_and_gradients(bare, unpacked(96))
-    with graphs_on(bare, unpacked(96), cuda_graph_max_packed_seqs=None) as graphs:
-        assert_same(losses_and_gradients(bare, unpacked(96)), expected)
-        assert replayed(graphs) == 1
-
-
-WITH_EXPERTS = {"pattern": "ME*EM", **EXPERTS}
-PARTS = {
-    "mamba and attention": ({}, ["attn", "mamba"], 3),
-    "mamba and MLP": ({}, ["mlp", "mamba"], 3),
-    "all parts are one": ({}, ["attn", "mlp", "mamba"], 1),
-    "all but Mamba": ({}, ["attn", "mlp"], 2),
-    "experts": (WITH_EXPERTS, [], 1),
-    "all but experts": (WITH_EXPERTS, ["attn", "moe_router", "mamba"], 5),
-}
-
-
-@pytest.mark.parametrize("layers, modules, regions", PARTS.values(), ids=PARTS)
-def test_parts_and_experts(layers, modules, regions):
-    model = new_hybrid(**layers)
-    expected = losses_and_gradients(model, hybrid_pack((30, 180, 77)))
-    with graphs_on(model, hybrid_pack(WARMUP), cuda_graph_modules=modules) as graphs:
-        found = losses_and_gradients(model, hybrid_pack((30, 180, 77)))
-        assert len(graphs._regions) == replayed(graphs) == regions
-    assert_same(found, expected)
-    assert not any("forward" in vars(layer) for layer in model.decoder.layers)
-
-
-def without_indices(batch):
-    batch["packed_seq_params"].seq_idx = None
-    return batch
-
-
-def test_a_pack_without_indices_runs_eager_and_is_counted(model, graphs):
-    before = graphs.statistics().fallbacks["no_seq_idx"]
-    losses_and_gradients(model, without_indices(hybrid_pack((100, 180))))
-    assert graphs.statistics().fallbacks["no_seq_idx"] == before + 1
+def test_a_pack_without_indices_runs_eager_and_is_counted(bare):
+    arguments = hybrid_pack((100, 180))
+    with graphs_on(bare, hybrid_pack(WARMUP)) as graphs:
+        arguments["packed_seq_params"].seq_idx = None
+        bare(**arguments)
+        assert graphs.statistics().fallbacks == {"no_seq_idx": 1}
 
 
 def test_other_mixers_are_refused(bare, monkeypatch):

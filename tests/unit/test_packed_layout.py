@@ -24,30 +24,14 @@ from bridge_cg_plugin.language.packed.batch import (
 from bridge_cg_plugin.upstream.decoder.block import TransformerBlockFamily, takes_longest
 from bridge_cg_plugin.upstream.decoder.layers import MAX_SEQLENS, packed_params
 
+from .packs import ends
+
 documents = st.lists(st.integers(0, 30), min_size=1, max_size=12).filter(any)
 WIDTH = 6
 
 
-def offsets_of(lengths, repeats=0):
-    ends = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
-    return torch.cat((ends, ends[-1:].expand(repeats)))
-
-
 def angles_table(rows):
     return (torch.arange(rows)[:, None] * torch.tensor([1.0, 0.3, 0.05] * 2))[:, None, None, :]
-
-
-class Group:
-    """A context-parallel group as one of its ranks sees it."""
-
-    def __init__(self, size=1, rank=0):
-        self._size, self._rank = size, rank
-
-    def size(self):
-        return self._size
-
-    def rank(self):
-        return self._rank
 
 
 ranks_of = st.sampled_from([(size, rank) for size in (1, 2, 3) for rank in range(size)])
@@ -56,13 +40,13 @@ ranks_of = st.sampled_from([(size, rank) for size in (1, 2, 3) for rank in range
 @given(documents, st.integers(0, 40))
 def test_indices_are_what_megatron_core_finds(lengths, padding):
     tokens = sum(lengths) + padding
-    params = PackedSeqParams(cu_seqlens_q=offsets_of(lengths), total_tokens=tokens)
-    assert torch.equal(document_indices(offsets_of(lengths), tokens), params.seq_idx)
+    params = PackedSeqParams(cu_seqlens_q=ends(lengths), total_tokens=tokens)
+    assert torch.equal(document_indices(ends(lengths), tokens), params.seq_idx)
 
 
 @given(documents, st.integers(0, 9), st.none() | st.integers(0, 40))
 def test_offsets_are_the_batchs_then_documents_of_no_tokens_or_one_to_the_end(lengths, room, padding):
-    offsets, end = offsets_of(lengths), sum(lengths) + (padding or 0)
+    offsets, end = ends(lengths), sum(lengths) + (padding or 0)
     room += padding is not None
     buffer = torch.full((len(offsets) + room,), -7, dtype=torch.int32)
     write_offsets(buffer, offsets, *[] if padding is None else [end])
@@ -93,11 +77,12 @@ def test_angles_rotate_as_upstream_does_to_the_last_bit(lengths, repeats, paddin
     here, told = tokens // size, {"max_seqlen": max(longest.values())} if takes else {}
     generator = torch.Generator().manual_seed(tokens)
     t = torch.randn(here, 2, WIDTH, generator=generator).to(torch.bfloat16)
-    expected = _apply_rotary_pos_emb_thd(t, offsets_of(lengths), angles_table(rows), cp_group=Group(size, rank), **told)
+    group = SimpleNamespace(size=lambda: size, rank=lambda: rank)
+    expected = _apply_rotary_pos_emb_thd(t, ends(lengths), angles_table(rows), cp_group=group, **told)
     capacity = tokens + unit * padding
     table = torch.zeros(capacity, 1, 1, WIDTH)
     table[: min(rows, capacity)] = angles_table(rows)[:capacity]
-    found = token_angles(table, torch.tensor([by_place]), offsets_of(lengths, repeats), size, rank)
+    found = token_angles(table, torch.tensor([by_place]), ends(lengths, repeats), size, rank)
     assert found.shape[0] == capacity // size
     assert torch.equal(_apply_rotary_pos_emb_bshd(t[:, None], found[:here])[:, 0], expected)
     assert not found[here:].any()
@@ -163,7 +148,7 @@ def test_copies_have_memory_of_their_own(sizes):
 @pytest.mark.parametrize("names", [OFFSETS, (*OFFSETS, *PADDED_OFFSETS)], ids=["filled", "with padding"])
 def test_padding_between_documents_is_told(names):
     """Transformer Engine before 2.18 reads the device to find it."""
-    recorded = packed_params(SimpleNamespace(offsets=dict.fromkeys(names, offsets_of([5, 7])), longest=7))
+    recorded = packed_params(SimpleNamespace(offsets=dict.fromkeys(names, ends([5, 7])), longest=7))
     assert recorded.pad_between_seqs is (True if names != OFFSETS else None)
 
 
@@ -220,11 +205,9 @@ def test_what_a_pack_is():
 
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=8).filter(lambda n: n[-1] > 0), st.integers(0, 6))
 def test_repeated_offsets_at_the_end_are_no_documents(lengths, repeats):
-    ends = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
-    longer = torch.cat((ends, ends[-1:].expand(repeats)))
-    batch = packed(longer, tokens=int(ends[-1]) + 3, longest=None)
+    batch = packed(ends(lengths, repeats), tokens=sum(lengths) + 3, longest=None)
     assert batch.lengths == tuple(lengths)
-    assert all(torch.equal(offsets, ends) for offsets in batch.offsets.values())
+    assert all(torch.equal(offsets, ends(lengths)) for offsets in batch.offsets.values())
 
 
 def test_tokens_and_documents_are_counted_before_ranks_share_them():

@@ -42,6 +42,7 @@ from .proof_kinds import (
 )
 from .test_gradients import DataParallel
 from .towers import assert_close, forward, graphs_on, loss_of, new_tower
+from .toy import no_memory
 
 pytestmark = pytest.mark.usefixtures("first_proofs")
 
@@ -109,6 +110,13 @@ class Counting(torch.nn.Module):
         return output + 0.1 * self.passes, bias
 
 
+def project_by(kind, model):
+    """Put a module around the projection of a layer's attention; returns the module."""
+    attention = model.decoder.layers[1].self_attention
+    attention.linear_proj = kind(attention.linear_proj)
+    return attention.linear_proj
+
+
 @KINDS
 @PARALLEL
 def test_a_proof_leaves_nothing_behind(kind, parallel, monkeypatch):
@@ -116,8 +124,7 @@ def test_a_proof_leaves_nothing_behind(kind, parallel, monkeypatch):
     for switch in "10":
         monkeypatch.setenv(PROOF, switch)
         model = kind.new()
-        layer = model.decoder.layers[1].self_attention
-        layer.linear_proj = counting = Counting(layer.linear_proj)
+        counting = project_by(Counting, model)
         side = DataParallel(model) if parallel else None
         with kind.graphs(model) as graphs:
             torch.manual_seed(3)
@@ -143,16 +150,15 @@ class Logging(Counting):
 @pytest.mark.parametrize("fault", [None, wrong_kernel, wrong_gradient])
 def test_each_microbatch_is_logged_once(fault, monkeypatch):
     model = new_tower()
-    layer = model.decoder.layers[1].self_attention
-    layer.linear_proj = Logging(layer.linear_proj)
+    logging = project_by(Logging, model)
     with Tower.graphs(model, strict=False) as graphs:
         object.__setattr__(graphs._regions[0]._piece, "counts", lambda: [Logging.logged])
-        Logging.logged.zero_(), layer.linear_proj.passes.zero_()
+        Logging.logged.zero_(), logging.passes.zero_()
         if fault is not None:
             fault(Tower, graphs, monkeypatch, random.Random(0))
         for number in range(1, 5):
             step(Tower, model, graphs, (0, 1))
-            assert Logging.logged == layer.linear_proj.passes == 2 * number
+            assert Logging.logged == logging.passes == 2 * number
         assert bool(disproved(graphs)) == (fault is not None)
 
 
@@ -169,8 +175,7 @@ class Dropping(torch.nn.Module):
 
 def test_a_region_that_draws_random_numbers_is_not_compared(caplog):
     model = new_tower()
-    layer = model.decoder.layers[1].self_attention
-    layer.linear_proj = Dropping(layer.linear_proj)
+    project_by(Dropping, model)
     with Tower.graphs(model) as graphs:
         for _ in range(3):
             step(Tower, model, graphs)
@@ -194,8 +199,7 @@ def test_no_hook_of_a_parameter_takes_a_proof_for_training(monkeypatch):
     for switch in "10":
         monkeypatch.setenv(PROOF, switch)
         model = new_tower()
-        layer = model.decoder.layers[1].self_attention
-        layer.linear_proj = Borrowing(layer.linear_proj)
+        project_by(Borrowing, model)
         side = DataParallel(model)
         with Tower.graphs(model) as graphs:
             gradients = step(Tower, model, graphs)
@@ -290,8 +294,7 @@ class Cancelling(torch.nn.Module):
 def test_a_gradient_may_be_as_far_from_eagers_as_rounding_moves_it(monkeypatch):
     monkeypatch.setattr(comparison, "ABSOLUTE", 0.0)
     model = new_tower()
-    layer = model.decoder.layers[1].self_attention
-    layer.linear_proj = Cancelling(layer.linear_proj)
+    cancelling = project_by(Cancelling, model)
     found, widen = [], comparison.Comparison.beside_noise
 
     def noted(self):
@@ -302,7 +305,7 @@ def test_a_gradient_may_be_as_far_from_eagers_as_rounding_moves_it(monkeypatch):
     monkeypatch.setattr(comparison.Comparison, "beside_noise", noted)
     with Tower.graphs(model) as graphs:
         for source, recording in recordings(graphs):
-            place = next(i for i, p in enumerate(source.sinks.parameters) if p is layer.linear_proj.bias)
+            place = next(i for i, p in enumerate(source.sinks.parameters) if p is cancelling.bias)
             wrong = partial(then_wrong, recording.backward, source.sinks, place, 2)
             monkeypatch.setattr(recording, "backward", wrong)
         step(Tower, model, graphs)
@@ -338,7 +341,3 @@ def test_an_eager_pass_that_fails_ends_no_training(monkeypatch, capsys):
         assert_close(step(Tower, model, graphs), step(Tower, eager))
         assert [gradient for _, gradient in proven(graphs)] == [None] and not graphs.statistics().fallbacks
         assert capsys.readouterr().out.count("OutOfMemoryError") == 1
-
-
-def no_memory(*unused):
-    raise torch.OutOfMemoryError("none left")

@@ -78,14 +78,6 @@ def test_strict_stops_at_the_second_failure(kind, monkeypatch):
             step(kind, model, graphs)
 
 
-class Clock:
-    """Time that only what the test says takes."""
-
-    def __init__(self, monkeypatch, seconds=0.0):
-        self.now = seconds
-        monkeypatch.setattr(schedule.time, "perf_counter", lambda: self.now)
-
-
 @pytest.mark.parametrize("kind", [Tower, Attention])
 def test_each_region_is_compared_again_in_its_turn(kind, monkeypatch):
     monkeypatch.setattr(schedule, "LEAST_STEPS", 4)
@@ -108,7 +100,8 @@ def test_each_region_is_compared_again_in_its_turn(kind, monkeypatch):
 def test_proofs_take_no_more_than_their_shares_of_the_time(cost, monkeypatch):
     """Steps take a second each, and comparing takes as much more as is given."""
     monkeypatch.setattr(schedule, "FIRST_SHARE", 0.01)
-    clock = Clock(monkeypatch)
+    clock = SimpleNamespace(now=0.0)
+    monkeypatch.setattr(schedule.time, "perf_counter", lambda: clock.now)
     with training(Tower) as (model, graphs, _):
         proofs, (region,) = graphs.proofs, graphs._regions
         taken, at = [0.0], []

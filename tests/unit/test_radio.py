@@ -35,6 +35,16 @@ def test_each_kind_is_found_in_a_model_of_megatron_core():
         assert find_encoder(bridges).model is tower.decoder
 
 
+def assert_replays_are_eagers(model, run, sizes, options):
+    """Compare microbatches of some sizes with eager, each over memory that holds NaN; returns what was counted."""
+    expected = [results(run, model, size, seed) for seed, size in enumerate(sizes)]
+    with graphs_on(model, **options) as graphs:
+        for seed, size in enumerate(sizes):
+            poison(graphs, float("nan"))
+            assert_equal_results(results(run, model, size, seed), expected[seed])
+        return graphs.statistics()
+
+
 @pytest.mark.parametrize("frozen", [(), "decoder.layers.0", "embedder"], ids=str)
 @settings(max_examples=10)
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=4), st.booleans())
@@ -46,25 +56,16 @@ def test_tiles_equal_eager_with_the_same_draws(frozen, counts, cropped):
     model = new_radio(has_cpe=cropped)
     for name, parameter in model.named_parameters():
         parameter.requires_grad &= not name.startswith(frozen)
-    expected = [results(run_tiles, model, count, seed) for seed, count in enumerate(counts)]
-    with graphs_on(model, **TILES) as graphs:
-        for seed, count in enumerate(counts):
-            poison(graphs, float("nan"))
-            assert_equal_results(results(run_tiles, model, count, seed), expected[seed])
-        assert graphs.statistics().replays == len(counts) and not graphs.statistics().fallbacks
+    statistics = assert_replays_are_eagers(model, run_tiles, counts, TILES)
+    assert statistics.replays == len(counts) and not statistics.fallbacks
 
 
 @settings(max_examples=10)
 @given(st.lists(images, min_size=1, max_size=3))
 def test_images_of_any_size_equal_eager(sequence):
     model = new_radio(packed=True, interpolate_only_cpe=True)
-    expected = [results(run_images, model, sizes, seed) for seed, sizes in enumerate(sequence)]
-    with graphs_on(model, **PACKED) as graphs:
-        for seed, sizes in enumerate(sequence):
-            poison(graphs, float("nan"))
-            assert_equal_results(results(run_images, model, sizes, seed), expected[seed])
-        statistics = graphs.statistics()
-        assert statistics.replays + statistics.fallbacks["too_many_tokens"] == len(sequence)
+    statistics = assert_replays_are_eagers(model, run_images, sequence, PACKED)
+    assert statistics.replays + statistics.fallbacks["too_many_tokens"] == len(sequence)
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -73,12 +74,7 @@ def test_a_tower_that_stays_in_evaluation_is_trained(packed):
     model = new_radio(packed=packed, force_eval_mode=True, interpolate_only_cpe=True)
     assert not model.training
     run, size, options = (run_images, [(64, 48), (32, 32)], PACKED) if packed else (run_tiles, 3, TILES)
-    expected = results(run, model, size)
-    with graphs_on(model, **options) as graphs:
-        for _ in range(4):
-            poison(graphs, float("nan"))
-            assert_equal_results(results(run, model, size), expected)
-        assert graphs.statistics().replays >= 2
+    assert assert_replays_are_eagers(model, run, [size] * 4, options).replays >= 2
 
 
 def test_calls_that_no_graph_takes_run_eager():

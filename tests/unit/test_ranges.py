@@ -171,11 +171,21 @@ def gpu(monkeypatch):
     driver_of.cache_clear()
 
 
-def test_what_the_driver_cannot_do_is_said_once(gpu, monkeypatch, capsys):
-    monkeypatch.setattr(ranges, "VirtualMemory", lambda index: FakeVirtualMemory(0))
+UNFIT = {
+    "no memory": lambda patch, device: patch.setattr(device, "free_bytes", 0),
+    "_no_such_function": lambda patch, device: patch.setattr(ranges, "PYTORCHS", ("_no_such_function",)),
+    "another content": lambda patch, device: patch.setattr(device, "read", lambda address, content: content.zero_()),
+}
+
+
+@pytest.mark.parametrize("why", UNFIT)
+def test_what_the_driver_or_pytorch_cannot_do_is_said_once(gpu, monkeypatch, capsys, why):
+    device = FakeVirtualMemory(CAPACITY)
+    monkeypatch.setattr(ranges, "VirtualMemory", lambda index: device)
+    UNFIT[why](monkeypatch, device)
     assert driver_of(gpu) is None and driver_of(gpu) is None
     said = capsys.readouterr().out
-    assert said.count("graphs keep their memory in PyTorch's pools") == 1 and "no memory" in said
+    assert said.count("graphs keep their memory in PyTorch's pools") == 1 and why in said
 
 
 def test_a_driver_is_tried_out_once(gpu, monkeypatch):
@@ -184,19 +194,6 @@ def test_a_driver_is_tried_out_once(gpu, monkeypatch):
     assert driver_of(gpu) is driver_of(gpu) is device
     close_left()
     assert not device.mapped and not device.reserved
-
-
-def test_a_pytorch_without_what_pools_need_is_noticed(gpu, monkeypatch, capsys):
-    monkeypatch.setattr(ranges, "VirtualMemory", lambda index: FakeVirtualMemory(CAPACITY))
-    monkeypatch.setattr(ranges, "PYTORCHS", ("_no_such_function",))
-    assert driver_of(gpu) is None and "_no_such_function" in capsys.readouterr().out
-
-
-def test_content_that_does_not_come_back_is_noticed(gpu, monkeypatch, capsys):
-    device = FakeVirtualMemory(CAPACITY)
-    monkeypatch.setattr(ranges, "VirtualMemory", lambda index: device)
-    monkeypatch.setattr(device, "read", lambda address, content: content.zero_())
-    assert driver_of(gpu) is None and "another content" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("compiler", ["/bin/false", "no-such-compiler"])

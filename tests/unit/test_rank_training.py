@@ -100,27 +100,27 @@ def data_parallel(overlap, last=None, beside=()):
     return found
 
 
-@pytest.mark.parametrize("overlap", [False, True])
-def test_reduced_gradients_of_two_ranks_with_different_images_equal_eager(tmp_path, overlap):
-    ranks = run_ranks(2, data_parallel, tmp_path, overlap)
-    for (plain, none), (graphed, replays) in ranks:
-        assert (none, replays) == (0, 6)
-        for (expected, _), (gradients, _) in zip(plain, graphed, strict=True):
-            assert_close(gradients, expected, 1e-4)
-    (first, _), (second, _) = (rank[1] for rank in ranks)
-    for (one, _), (other, _) in zip(first, second, strict=True):
-        assert_close(one, other, 0.0)
+LAST = {
+    "all replay": (False, None, (), [6, 6]),
+    "all replay, reduced inside": (True, None, (), [6, 6]),
+    "the last one of a rank runs eager": (True, TOO_LARGE, (), [6, 4]),
+    # Its hooks are all that data parallelism sees; a reduction must not start before the replay has added its part.
+    "eager passes beside the last replay": (True, None, (-1, 1), [6, 6]),
+}
 
 
-def test_a_rank_whose_last_microbatch_runs_eager_reduces_in_the_same_order(tmp_path):
+@pytest.mark.parametrize("overlap, last, beside, replays", LAST.values(), ids=LAST)
+def test_reduced_gradients_of_two_ranks_with_different_images_equal_eager(tmp_path, overlap, last, beside, replays):
     """Reductions of several buckets go over one communicator: in another order they would be of other buckets."""
-    ranks = run_ranks(2, data_parallel, tmp_path, True, TOO_LARGE)
-    assert [replays for _, (_, replays) in ranks] == [6, 4]
+    ranks = run_ranks(2, data_parallel, tmp_path, overlap, last, beside)
+    assert [(none, found) for (_, none), (_, found) in ranks] == [(0, found) for found in replays]
     for (plain, _), (graphed, _) in ranks:
-        # Upstream learns in its first step how many gradients a bucket waits for.
-        assert [order for _, order in graphed] == [[], sorted(graphed[1][1])] and len(graphed[1][1]) > 2
         for (expected, _), (gradients, _) in zip(plain, graphed, strict=True):
             assert_close(gradients, expected, 1e-4)
+        if overlap:  # upstream learns in its first step how many gradients a bucket waits for
+            assert [order for _, order in graphed] == [[], list(range(len(plain[1][1])))] and len(plain[1][1]) > 2
+    for (one, _), (other, _) in zip(*(graphed for _, (graphed, _) in ranks), strict=True):
+        assert_close(one, other, 0.0)
 
 
 class WithText(Model):
@@ -213,15 +213,6 @@ def both_gathers():
 def test_a_microbatch_without_an_image_gathers_in_the_same_order(tmp_path):
     for with_images, without in run_ranks(2, both_gathers, tmp_path):
         assert with_images == without and len(without) > 3
-
-
-def test_an_eager_pass_beside_a_replay_in_the_last_backward(tmp_path):
-    """Its hooks are all that data parallelism sees; a reduction must not start before the replay has added its part."""
-    for (plain, _), (graphed, replays) in run_ranks(2, data_parallel, tmp_path, True, None, (-1, 1)):
-        assert replays == 6
-        assert graphed[1][1] == plain[1][1] == list(range(len(plain[1][1])))
-        for (expected, _), (gradients, _) in zip(plain, graphed, strict=True):
-            assert_close(gradients, expected, 1e-4)
 
 
 class Group:

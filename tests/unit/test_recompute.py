@@ -17,8 +17,7 @@ from ..tape import TapeExecutor
 from . import packs
 from .dispatching import dispatching_on_cpu
 from .test_expert_ranks import EP2, compare, on_graphs, own_packs, rank_model
-from .test_packed import features_and_gradients
-from .towers import assert_close, forward, graphs_on, loss_of, new_tower, results
+from .towers import assert_close, forward, graphs_on, new_tower, results
 
 FULL = {
     "each layer": {"recompute_method": "uniform", "recompute_num_layers": 1},
@@ -110,35 +109,17 @@ def test_layers_of_an_encoder_are_recomputed(let_recompute, executor, again):
 
 @every_way
 def test_layers_of_packs_are_recomputed(let_recompute, executor, again):
-    model, plain = packs.new_model(), packs.new_model()
-    with packs.graphs_on(model, packs.pack(packs.WARMUP), capture=False, executor=executor()) as graphs:
-        let_recompute(model)
-        graphs.capture()
-        for seed in range(2):
-            batch = packs.pack((120, 150), seed=seed)
-            expected, found = (each(**batch) for each in (plain, model))
-            assert_close([found], [expected])
-            grads = (
-                torch.autograd.grad(loss_of([out]), list(m.parameters()))
-                for m, out in ((model, found), (plain, expected))
-            )
-            assert_close(*grads)
+    batches = [packs.pack(packs.WARMUP), *(packs.pack((120, 150), seed=seed) for seed in range(2))]
+    with packs.replaying(packs.new_model(), batches, before_capture=let_recompute, executor=executor()):
         assert next(again) > 0
-        assert graphs.statistics().replays == 2 and not graphs.statistics().fallbacks
 
 
 @pytest.mark.parametrize("fields", FULL.values(), ids=FULL)
 def test_layers_that_get_features_of_images_are_recomputed(fields, again):
-    model = packs.new_qwen()
     batches = [packs.with_images(packs.pack((100, 160))), packs.with_images(packs.pack((300,)), every=3, seed=1)]
-    expected = [features_and_gradients(model, batch) for batch in batches]
-    with packs.graphs_on(model, batches[0], capture=False) as graphs:
-        let_whole_layers_be_recomputed(model, **fields)
-        graphs.capture()
-        for batch, wanted in zip(batches, expected, strict=True):
-            assert_close(features_and_gradients(model, batch), wanted)
+    let_recompute = partial(let_whole_layers_be_recomputed, **fields)
+    with packs.replaying(packs.new_qwen(), batches, before_capture=let_recompute):
         assert next(again) > 0
-        assert graphs.statistics().replays == len(batches) and not graphs.statistics().fallbacks
 
 
 COUNTED = {
@@ -158,18 +139,22 @@ WITH_EXPERTS = {
 def test_layers_with_experts_are_recomputed_and_count_once(let_recompute, changes, again):
     model = packs.new_model(**{**packs.EXPERTS, "moe_shared_expert_intermediate_size": 16, **changes})
     batches = [packs.pack((30, 180, 77)), packs.pack((300,), seed=1), packs.pack((321, 100), seed=2)]
+    with packs.ON_CPU():
+        assert_counts_once(model, batches, let_recompute, partial(packs.graphs_on, cuda_graph_modules=[]))
+    assert next(again) > 0
+
+
+def assert_counts_once(model, batches, let_recompute, graphs_on):
+    """Compare replays of layers that are recomputed, and what their routers count, with eager without recompute."""
     routers = [layer.mlp.router for layer in model.decoder.layers]
     take_statistics(routers)
     expected = [packs.losses_and_gradients(model, batch) for batch in batches]
     counted = take_statistics(routers)
-    with packs.ON_CPU(), packs.graphs_on(model, batches[0], capture=False, cuda_graph_modules=[]) as graphs:
+    with graphs_on(model, batches[0], capture=False) as graphs:
         let_recompute(model)
         graphs.capture()
         take_statistics(routers)
-        for batch, (losses, gradients) in zip(batches, expected, strict=True):
-            found = packs.losses_and_gradients(model, batch)
-            assert_close([found[0], *found[1]], [losses, *gradients])
-        assert next(again) > 0
+        compare([packs.losses_and_gradients(model, batch) for batch in batches], expected)
         assert graphs.statistics().replays == len(batches) and not graphs.statistics().fallbacks
     assert_close(take_statistics(routers), counted)
 
@@ -177,34 +162,18 @@ def test_layers_with_experts_are_recomputed_and_count_once(let_recompute, change
 @pytest.mark.parametrize("inside", [SELECTIVE["core_attn"], SELECTIVE["layernorm"][:1]], ids=["core", "norm"])
 def test_attention_with_experts_outside_recomputes_its_own(inside, again, monkeypatch):
     monkeypatch.setitem(SELECTIVE, "inside", inside)
-    model, plain = (packs.new_model(**packs.EXPERTS) for _ in range(2))
-    wanted = {"capture": False, "cuda_graph_modules": ["attn", "moe_router"]}
-    with packs.ON_CPU(), packs.graphs_on(model, packs.pack(packs.WARMUP), **wanted) as graphs:
-        let_parts_be_recomputed("inside", model)
-        graphs.capture()
-        batch = packs.pack((120, 150))
-        found, expected = (packs.losses_and_gradients(each, batch) for each in (model, plain))
-        assert_close([found[0], *found[1]], [expected[0], *expected[1]])
+    model, batches = packs.new_model(**packs.EXPERTS), [packs.pack(packs.WARMUP), packs.pack((120, 150))]
+    let_recompute, parts = partial(let_parts_be_recomputed, "inside"), ["attn", "moe_router"]
+    with packs.ON_CPU(), packs.replaying(model, batches, before_capture=let_recompute, cuda_graph_modules=parts):
         assert next(again) > 0
-        assert graphs.statistics().replays == len(graphs._regions) and not graphs.statistics().fallbacks
 
 
 @dispatching_on_cpu()
 @packs.small_packs()
 def replay_on_ranks():
     """Layers whose experts two ranks share exchange tokens again, as eager does, and count once."""
-    model, batches = rank_model(**COUNTED["a bias of experts"]), own_packs(3)
-    routers = [layer.mlp.router for layer in model.decoder.layers]
-    take_statistics(routers)
-    expected = [packs.losses_and_gradients(model, batch) for batch in batches]
-    counted = take_statistics(routers)
-    with on_graphs(model, batches[0], capture=False) as graphs:
-        let_whole_layers_be_recomputed(model, **FULL["each layer"])
-        graphs.capture()
-        take_statistics(routers)
-        compare([packs.losses_and_gradients(model, batch) for batch in batches], expected)
-        assert graphs.statistics().replays == len(batches) and not graphs.statistics().fallbacks
-    assert_close(take_statistics(routers), counted)
+    model = rank_model(**COUNTED["a bias of experts"])
+    assert_counts_once(model, own_packs(3), WAYS["each layer"][0], on_graphs)
 
 
 def test_experts_of_several_ranks_are_recomputed(tmp_path):

@@ -28,6 +28,7 @@ from .toy import (
     eager_results,
     evaluation,
     loss_of,
+    no_memory,
     poison,
     toy_batch,
     toy_region,
@@ -76,10 +77,6 @@ def test_no_memory_for_one_more_slot_is_no_error(monkeypatch):
         assert not any(region.run(batch) for _ in range(3))
     assert region.statistics.fallbacks == {"no_free_slot": 2, "capture_failed": 1} and len(region.slots) == 1
     loss_of(held).backward()
-
-
-def no_memory(*unused):
-    raise torch.OutOfMemoryError("none left")
 
 
 def test_capture_fires_no_hook_of_a_parameter():
@@ -176,13 +173,12 @@ def test_impossible_regions_are_refused(buckets, slots):
 class Grudging:
     """Offloads nothing and refuses the first slots that it is shown."""
 
-    pinned_bytes = 0
+    pinned_bytes = refusals = 0
 
-    def __init__(self, refusals):
-        self.refusals, self.prepared, self.shown = refusals, [], []
+    def __init__(self):
+        self.shown = []
 
     def prepare(self, executor, bodies, slot):
-        self.prepared += [(slot, body.bucket.tokens) for body in bodies]
         return [STAY] * len(bodies)
 
     def accepts(self, nbytes):
@@ -259,7 +255,7 @@ def needed(region):
 
 
 def test_another_states_recordings_keep_their_memory_where_activations_take_too_much():
-    offloading, model = Grudging(refusals=0), Toy()
+    offloading, model = Grudging(), Toy()
     region = new_region(ToyProgram(model), PooledExecutor(), [Bucket(4), Bucket(16)], offloading=offloading)
     region.capture()
     large = needed(region)

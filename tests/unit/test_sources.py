@@ -26,6 +26,7 @@ from ..main_grads import Silent, hook_main_grads
 from ..regions import Counted, new_region
 from ..rows_program import RowsProgram
 from ..tape import TapeExecutor
+from .toy import no_memory
 
 WIDTH = 4
 
@@ -169,36 +170,24 @@ CHANGES = {
     "a function of the configuration": set_in(lambda layer: layer.config, "function", torch.sin),
     "an object of the configuration": set_in(lambda layer: layer.config.inner, "scale"),
     "a list in a dict of the configuration": set_in(lambda layer: layer.config.scales["a"], 0),
+    "an attribute of a class": lambda model: setattr(Layer, "shift", 2.0),
+    "a method of a class": lambda model: setattr(Layer, "forward", lambda self, x: 2 * self.linear(x)),
 }
-# What other tests of this process see, too, is undone.
-CLASS_CHANGES = {"an attribute": ("shift", 2.0), "forward": ("forward", lambda self, x: 2 * self.linear(x))}
 
 
-def assert_gets_recordings_of_its_own(region, model, in_step):
-    x = batch()
+@pytest.mark.parametrize("in_step", [False, True])
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_a_change_is_noticed_and_gets_recordings_of_its_own(change, in_step, monkeypatch):
+    model, x = two_layers(), batch()
+    for name in ("shift", "forward"):  # what other tests of this process see, too, is undone
+        monkeypatch.setattr(Layer, name, getattr(Layer, name))
+    region = region_of(model)
+    change(model)
     for _ in range(2):
         with region.watch.step() if in_step else torch.enable_grad():
             outputs = region.run(x)
     assert region.statistics.fallbacks == {"model_changed": 1}
     torch.testing.assert_close(outputs[0], model(x))
-
-
-@pytest.mark.parametrize("in_step", [False, True])
-@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
-def test_a_change_is_noticed_and_gets_recordings_of_its_own(change, in_step):
-    model = two_layers()
-    region = region_of(model)
-    change(model)
-    assert_gets_recordings_of_its_own(region, model, in_step)
-
-
-@pytest.mark.parametrize("in_step", [False, True])
-@pytest.mark.parametrize(("name", "value"), CLASS_CHANGES.values(), ids=CLASS_CHANGES)
-def test_a_change_of_a_class_is_noticed(name, value, in_step, monkeypatch):
-    model = two_layers()
-    region = region_of(model)
-    monkeypatch.setattr(Layer, name, value)
-    assert_gets_recordings_of_its_own(region, model, in_step)
 
 
 class Tallied(nn.Linear):
@@ -419,10 +408,6 @@ def test_another_precision_that_lasts_gets_recordings_of_its_own(newer):
             products.fp32_precision = "ieee"
         torch.set_float32_matmul_precision(before)
     assert region.run(x) is not None and region.statistics.fallbacks == {"numerics_changed": 1}
-
-
-def no_memory(*unused):
-    raise torch.OutOfMemoryError("none left")
 
 
 def test_a_rank_whose_memory_moved_and_that_cannot_record_says_so_instead_of_running_eager(monkeypatch):

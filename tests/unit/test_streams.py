@@ -6,7 +6,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import nn
 
 from bridge_cg_plugin.graphs.buckets import Bucket
 from bridge_cg_plugin.graphs.errors import CaptureError
@@ -22,16 +21,16 @@ from bridge_cg_plugin.graphs.recordings.streams import (
 )
 from bridge_cg_plugin.offload.offloading import RegionOffloading
 from bridge_cg_plugin.offload.plan import Policy
-from bridge_cg_plugin.offload.registry import OTHER, derive
+from bridge_cg_plugin.offload.registry import OTHER
 from bridge_cg_plugin.offload.store import CudaTransfers
-from tests.saving import WIDTH, SaverProgram
+from tests.saving import SaverProgram
 
 from ..fake_streams import CPU, Event, Stream, fake_streams
 from ..regions import new_region
 from ..tape import TapeExecutor
-from .test_region import assert_equals_eager
+from .test_offload_store import Squares
 from .towers import graphs_on, new_tower
-from .toy import Toy, ToyProgram, toy_batch
+from .toy import Toy, ToyProgram, assert_equals_eager, toy_batch
 
 LEAST_BYTES = 1024
 
@@ -174,20 +173,6 @@ def test_graphs_without_copies_wait_for_nothing_and_behind_copies_once():
         for copies in (True, False, True):
             replays.launch(lambda: None, copies)
         assert device.current.waits == 2
-
-
-class Squares(nn.Module):
-    """Saves what can be recomputed."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.eye(WIDTH))
-
-    def forward(self, x):
-        x = (x @ self.weight).tanh()
-        made = (x @ self.weight).square()
-        derive(made, "square", (x, self.weight), lambda x, weight: (x @ weight).square())
-        return made.sin() * x.cos()
 
 
 class NotedGraph:

@@ -13,12 +13,11 @@ from bridge_cg_plugin.graphs.reports import metrics
 from bridge_cg_plugin.offload import host
 from bridge_cg_plugin.offload.plan import Fate
 from bridge_cg_plugin.options import OFFLOAD_MODULES
-from bridge_cg_plugin.upstream.hooks.helpers.constructors import encoder_helper
 from bridge_cg_plugin.upstream.hooks.helpers.graph_helper import active_helpers
 
 from ..main_grads import give_main_grads
 from .mixes import FITTING, IMAGES, MIXED, ONE_OVER, ONE_UNIT, TOO_MANY_FRAMES
-from .towers import assert_close, forward, graphs_on, loss_of, new_helper, new_tower, poison, results, tower
+from .towers import assert_close, forward, graphs_on, loss_of, new_helper, new_tower, planned, poison, results, tower
 
 side = st.integers(1, 4).map(lambda n: 2 * n)
 
@@ -183,22 +182,6 @@ def test_a_helper_on_wrapped_chunks(with_config):
     assert "forward" not in tower.__dict__
 
 
-def test_a_helper_reads_the_options_of_the_models_provider():
-    tower = new_tower()
-    for name, value in {
-        "vision_cuda_graph_impl": "transformer_engine",
-        "vision_cuda_graph_buckets": [32, 64],
-        "vision_cuda_graph_scope": ["mlp"],
-    }.items():
-        setattr(tower.config, name, value)
-    helper = encoder_helper(tower, tower.config)
-    options = helper.graphs.workload.options
-    assert options.buckets == (32, 64) and options.scope == ("mlp",)
-    helper.create_cudagraphs()
-    assert helper.graphs.captured
-    helper.delete_cuda_graphs()
-
-
 def test_an_encoder_is_released_whose_helper_went_with_the_run(capsys):
     model = new_tower()
     made = [new_helper(model)]
@@ -214,12 +197,6 @@ LEAST_BYTES = 1024
 
 ROWS = [(1, 8, 8), (2, 4, 8)]
 SETTINGS = {"buckets": (128,)}
-
-
-def planned(graphs):
-    """Return the one plan of a tower's graphs with its inventory."""
-    ((found,),) = graphs._regions[0].chain.offloading._plans.values()
-    return found
 
 
 @pytest.mark.parametrize("scopes", [("attention",), ("mlp", "layernorm"), OFFLOAD_MODULES])

@@ -13,6 +13,7 @@ from bridge_cg_plugin.upstream.hooks.helpers.constructors import encoder_helper
 from examples.photographs.small_tower import build_tower
 
 from ..executors import new_executor
+from . import toy
 
 bridge_cg_plugin.activate()
 
@@ -87,9 +88,13 @@ def graphs_on(model, capture: bool = True, executor=None, **options):
 def poison(graphs, value: float) -> None:
     """Overwrite all static memory: floats with `value`, integers with a number that fits nothing."""
     for region in graphs._regions:
-        for slot in region.slots:
-            for flat in slot.static.storages:
-                flat.fill_(value if flat.dtype.is_floating_point else 12345)
+        toy.poison(region, value)
+
+
+def planned(graphs):
+    """Return what of the only bucket leaves, with its inventory."""
+    ((found,),) = graphs._regions[0].chain.offloading._plans.values()
+    return found
 
 
 def forward(model, rows, seed: int = 0):

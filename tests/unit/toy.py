@@ -29,9 +29,9 @@ class ToyBatch:
 class Toy(nn.Module):
     """Mixes tokens of a segment; the second output has half as many rows."""
 
-    def __init__(self, dropout: float = 0.0) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.drop = nn.Dropout(dropout)
+        self.drop = nn.Dropout(0.0)
         self.mix = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
         self.out = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
         self.pair = nn.Linear(2 * WIDTH, 3, dtype=torch.float64)
@@ -104,12 +104,12 @@ def evaluation(region: Region) -> Iterator[None]:
         region.program.model.train()
 
 
-def toy_batch(lengths=(2, 4), seed: int = 0, requires_grad: bool = True) -> ToyBatch:
+def toy_batch(lengths=(2, 4), seed: int = 0) -> ToyBatch:
     """Return random tokens of segments with these lengths."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(sum(lengths), WIDTH, dtype=torch.float64, generator=generator)
     offsets = torch.tensor([0, *lengths]).cumsum(0)
-    return ToyBatch(x.requires_grad_(requires_grad), offsets)
+    return ToyBatch(x.requires_grad_(), offsets)
 
 
 def loss_of(outputs) -> Tensor:
@@ -139,6 +139,10 @@ def poison(region: Region, value: float) -> None:
     for slot in region.slots:
         for flat in slot.static.storages:
             flat.fill_(value if flat.dtype.is_floating_point else 12345)
+
+
+def no_memory(*unused):
+    raise torch.OutOfMemoryError("none left")
 
 
 def replayed_results(region, batch):

@@ -138,9 +138,7 @@ def on_cpu():
         yield
 
 
-def build(
-    seed: int = 0, *, tied: bool = False, dropout: float = 0.0, graphs: bool = True, deepstack: bool = True, **changes
-):
+def build(seed: int = 0, *, tied: bool = False, graphs: bool = True, **changes):
     """Build Bridge's model, in training mode, as a recipe's provider would, with vision layers that need no kernels.
 
     `changes` are fields of the language model's configuration.
@@ -149,7 +147,7 @@ def build(
     torch.manual_seed(seed)
     config = Qwen3VLTransformerConfig(
         num_layers=LAYERS,
-        **{**FIELDS, "hidden_dropout": dropout},
+        **FIELDS,
         share_embeddings_and_output_weights=tied,
         calculate_per_token_loss=False,
         **({"cuda_graph_impl": "full_iteration"} if graphs else {}),
@@ -161,7 +159,7 @@ def build(
     model = modelling.Qwen3VLModel(
         config,
         layers,
-        vision_config(layers=2, width=32, heads=2, out=HIDDEN, deepstack=deepstack),
+        vision_config(layers=2, width=32, heads=2, out=HIDDEN),
         pg_collection=ProcessGroupCollection.use_mpu_process_groups(),
         mtp_block_spec=get_gpt_mtp_block_spec(config, layers, False) if config.mtp_num_layers else None,
     )
