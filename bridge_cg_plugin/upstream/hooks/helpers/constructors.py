@@ -53,8 +53,8 @@ def encoder_helper(
     model: nn.Module | Sequence[nn.Module],
     config: Any,
     *,
+    options: VisionGraphOptions,
     found: FoundEncoder | None = None,
-    options: VisionGraphOptions | None = None,
     num_microbatches: int = 1,
     executor: Executor | None = None,
     releasable: bool = False,
@@ -63,9 +63,9 @@ def encoder_helper(
 
     Args:
         model: The training loop's model chunks, or a vision model itself.
-        config: Config with the options, where that of the model around the encoder has none.
+        config: Of the pipeline, where that of the model around the encoder has no graph options.
+        options: Of its graphs.
         found: The encoder; None takes the model's first.
-        options: Options; None reads them from the model's provider.
         num_microbatches: Microbatches of a step, an upper bound for those in flight.
         executor: Makes recordings; None takes CUDA graphs on a GPU.
         releasable: Whether memory of graphs may leave the device between steps.
@@ -78,7 +78,6 @@ def encoder_helper(
     vision_model, holder, family = found
     provider = getattr(holder, "config", None)
     source = provider if hasattr(provider, "vision_cuda_graph_impl") else config
-    options = options or encoder_options(source, found)
     check_process()
     drop_graphs(vision_model)
     tensor = tensor_group(vision_model)
