@@ -16,7 +16,8 @@ from .graphs.fallback import Fallback
 # 512 x 1024. So a capacity is recorded for several bounds, and a batch takes the cheapest that it fits.
 COMMON_SEGMENTS = 32
 SMALLEST_FRACTION = 8
-# From this many tokens on a single frame attends unpacked, without a scan; below, packing costs less than a capture.
+# From this many tokens on a single frame has bounds of its own: cuDNN scans no other rows, Transformer Engine, which
+# would scan 32 segments, attends unpacked. Below, scanning them costs less than a capture.
 UNPACKED_FROM = 768
 # Up to this many tokens an encoder's kernels leave so much of an H200 idle that side work pays:
 # docs/benchmarks/vision_bench.jsonl.
@@ -79,8 +80,7 @@ def segment_limits(tokens: int, max_segments: int, unpacked_from: int | None = N
 def scanned_limits(tokens: int, max_frames: int) -> list[tuple[int, int]]:
     """Return the bounds as `frame_limits`, for attention that scans exactly frames x largest frame.
 
-    There are five at most: one frame where it attends unpacked, few and many of similar size, few of any size, and
-    whatever else fits.
+    There are five at most: one frame, few and many of similar size, few of any size, and whatever else fits.
     """
     few, many, any_size = (min(n, max_frames) for n in (FEW_SEGMENTS, MANY_SEGMENTS, ANY_SEGMENTS))
     bounds = {(max_frames, tokens)}
