@@ -104,12 +104,12 @@ def evaluation(region: Region) -> Iterator[None]:
         region.program.model.train()
 
 
-def toy_batch(lengths=(2, 4), seed: int = 0) -> ToyBatch:
+def toy_batch(lengths=(2, 4), seed: int = 0, requires_grad: bool = True) -> ToyBatch:
     """Return random tokens of segments with these lengths."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(sum(lengths), WIDTH, dtype=torch.float64, generator=generator)
     offsets = torch.tensor([0, *lengths]).cumsum(0)
-    return ToyBatch(x.requires_grad_(), offsets)
+    return ToyBatch(x.requires_grad_(requires_grad), offsets)
 
 
 def loss_of(outputs) -> Tensor:
