@@ -26,6 +26,7 @@ from examples.photographs.small_tower import start_single_process
 from tests.models.language_model import DENSE, arguments_at, held
 
 from ..executors import new_executor
+from ..main_grads import hook_main_grads, reduced
 from .towers import assert_close, loss_of, poison
 
 bridge_cg_plugin.activate()
@@ -358,6 +359,19 @@ def small_packs():
 def assert_same(found, expected):
     """Compare losses and gradients."""
     assert_close([found[0], *found[1]], [expected[0], *expected[1]])
+
+
+def assert_adds_to_main_grads(model, batches, put_on_graphs):
+    """Compare `main_grad` in the decoder, and `grad` elsewhere, after replays of batches with eager's gradients."""
+    expected = [losses_and_gradients(model, batch)[1] for batch in batches]
+    model.nodes = hook_main_grads(model.decoder.parameters())
+    with reduced(), put_on_graphs() as graphs:
+        for batch in batches:
+            loss_of([model(**batch)]).backward()
+        assert replayed(graphs) == len(batches)
+    inside = set(model.decoder.parameters())
+    for parameter, *parts in zip(model.parameters(), *expected, strict=True):
+        assert_close([parameter.main_grad if parameter in inside else parameter.grad], [sum(parts)])
 
 
 def eager(model, graphs, arguments):

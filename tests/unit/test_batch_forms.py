@@ -29,6 +29,7 @@ from .hugging_face_towers import (
     pooled,
     with_features,
 )
+from .test_input_gradients import run_qwen3
 from .towers import PATCH, assert_close, graphs_on, loss_of, new_tower
 
 GRID = torch.tensor([[1, 4, 6], [2, 2, 2]])
@@ -170,14 +171,9 @@ def batches(width, side, grid=GRID):
     return pixels | {f"grid {name}": (random(described(g), width), g) for name, g in grid_forms(grid).items()}
 
 
-def with_deepstack(model, pixels, grid):
-    hidden, deepstack = model(pixels, grid)
-    return [hidden, *deepstack]
-
-
 # Small towers: what differs is how a batch is read.
 FAMILIES = {
-    "qwen3-vl": (lambda: new_tower(layers=2), with_deepstack, batches(PATCH, 16), {}),
+    "qwen3-vl": (lambda: new_tower(layers=2), run_qwen3, batches(PATCH, 16), {}),
     "qwen2.5-vl": (lambda: new_qwen25(layers=2), merged, batches(WINDOW_PATCH, 14), {}),
     "glm-4.5v": (lambda: new_glm45v(depth=1), merged, batches(WINDOW_PATCH, 14, FRAMES), {}),
     "qwen3-omni": (lambda: new_qwen3_omni(depth=2), with_features, batches(OMNI_PATCH, 16), {}),

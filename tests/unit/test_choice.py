@@ -71,7 +71,11 @@ FUSED = {**MOE, "moe_router_fusion": True}
         ),
         ({**MOE, "expert_tensor_parallel_size": 2}, ROUTERS, "model.expert_tensor_parallel_size=2"),
         ({**MOE, "expert_tensor_parallel_size": 2, **PACK}, PACKED_ROUTERS, "model.expert_tensor_parallel_size=2"),
-        ({**MOE, "moe_router_force_load_balancing": True, **PACK}, PACKED_ROUTERS, "model.moe_router_force_load_bal"),
+        (
+            {**MOE, "moe_router_force_load_balancing": True, **PACK},
+            PACKED_ROUTERS,
+            "model.moe_router_force_load_balancing=True",
+        ),
         ({"moe_router_force_load_balancing": True, **PACK}, PACKED_REGION, ""),
         (
             {
@@ -84,7 +88,8 @@ FUSED = {**MOE, "moe_router_fusion": True}
             "model.moe_router_fusion",
         ),
         (
-            {**FUSED, "moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": "0.0", **PACK},
+            {**FUSED, "moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": "0.0"}
+            | {"moe_router_force_load_balancing": False, **PACK},
             PACKED_REGION,
             "",
         ),

@@ -40,6 +40,8 @@ from .hugging_face_towers import (
 )
 from .towers import assert_close, graphs_on, loss_of, poison
 
+LEAST_BYTES = 1024
+
 # Rows of grid_thw: windows are squares of 8 x 8 patches, so frames have 1 to 9 of them.
 WINDOWED = [
     [[1, 2, 2]],
@@ -155,6 +157,14 @@ def test_any_microbatch_equals_eager(case):
 @cases(OF_ANY_SIZE)
 def test_parts_that_an_encoder_calls_otherwise_have_their_usual_names(case):
     assert {"attention", "mlp", "layernorm"} <= {scope for _, scope in _scopes([case.new()])}
+
+
+def test_activations_of_a_part_leave_the_device():
+    model = PIXTRALS.new()
+    expected = PIXTRALS.results(model, PIXTRALS.sizes[0])
+    with graphs_on(model, offload=("layernorm",), **PIXTRALS.largest) as graphs:
+        assert graphs.statistics().pinned_bytes
+        assert_equal_results(PIXTRALS.results(model, PIXTRALS.sizes[0]), expected)
 
 
 @every_encoder

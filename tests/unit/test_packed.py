@@ -1,7 +1,5 @@
 """A GPT model's decoder on graphs of packed documents, against eager, through the reference executor."""
 
-from contextlib import nullcontext
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -150,24 +148,48 @@ def test_without_a_pack_in_warm_up_nothing_is_captured(bare):
         pass
 
 
+@pytest.mark.parametrize("new, modules", [(new_model, ["attn"]), (new_qwen, [])], ids=["GPT", "Qwen3-VL"])
+def test_detaching_leaves_the_decoder_as_it_was(new, modules):
+    fresh = new()
+    before = dict(vars(fresh.decoder))
+    warmup = with_images(pack(WARMUP)) if new is new_qwen else pack(WARMUP)
+    with graphs_on(fresh, warmup, cuda_graph_modules=modules):
+        assert "forward" in vars(fresh.decoder)
+    after = vars(fresh.decoder)
+    assert after.keys() == before.keys() and all(after[name] is before[name] for name in before)
+
+
+def noting(forward, seen):
+    """Return a linear module's forward that first notes how it would add its weight's gradient."""
+
+    def noted(self, *args, **kwargs):
+        if hasattr(self, "is_first_microbatch"):
+            seen.append((self.fuse_wgrad_accumulation, self.is_first_microbatch))
+        return forward(self, *args, **kwargs)
+
+    return noted
+
+
 @pytest.mark.parametrize("modules, fused", [([], None), (["attn"], True), (["mlp"], False)], ids=str)
 def test_weight_gradients_are_added_inside_products_of_recorded_work_only(monkeypatch, modules, fused):
-    fresh, entered = new_model(), set()
-    products = {name: each for name, each in fresh.decoder.named_modules() if "Parallel" in type(each).__name__}
-    inside = {each for name, each in products.items() if modules == [] or "self_attention" in name}
-    fresh.nodes = hook_main_grads(product.weight for product in products.values())
-
-    def entering(modules):
-        return nullcontext(entered.update(part for module in modules for part in module.modules()))
-
-    monkeypatch.setattr(TransformerBlockFamily, "fused_accumulation", staticmethod(entering))
+    """Products are Transformer Engine's on a GPU; these have its attributes alone."""
+    fresh = new_model()
+    products = [module for module in fresh.decoder.modules() if "Parallel" in type(module).__name__]
+    seen = []
+    for product in products:
+        product.fuse_wgrad_accumulation, product.is_first_microbatch = False, True
+    fresh.nodes = hook_main_grads(product.weight for product in products)
+    for kind in {type(product) for product in products}:
+        monkeypatch.setattr(kind, "forward", noting(kind.forward, seen))
     options = {} if fused is None else {"cuda_graph_packed_gradient_accumulation_fusion": fused}
     with reduced(), graphs_on(fresh, pack(WARMUP), cuda_graph_modules=modules, **options) as graphs:
-        assert inside and entered & {*products.values()} == (set() if fused is False else inside)
-        entered.clear()
+        assert (False, True) in seen and ((True, False) in seen) == (fused is not False)
+        assert (True, True) not in seen and (False, False) not in seen
+        seen.clear()
         with graphs.paused():
             fresh(**pack(WARMUP))
-        assert not entered
+        assert {*seen} == {(False, True)}
+    assert products and not any(product.fuse_wgrad_accumulation for product in products)
 
 
 @pytest.fixture(scope="module")

@@ -21,6 +21,7 @@ from .delta_nets import new_delta_nets, stand_ins
 from .packs import (
     EXPERTS,
     WARMUP,
+    assert_adds_to_main_grads,
     assert_same,
     eager,
     ends,
@@ -135,6 +136,11 @@ def test_layers_are_recomputed_inside_graphs(monkeypatch):
     let_recompute = partial(let_whole_layers_be_recomputed, **FULL["each layer"])
     with replaying(new_delta_nets(), ANY, before_capture=let_recompute):
         assert calls
+
+
+def test_gradients_are_added_to_main_grad():
+    model = new_delta_nets()
+    assert_adds_to_main_grads(model, [pack((100, 180)), pack((300,))], lambda: graphs_on(model, pack(WARMUP)))
 
 
 def test_offsets_that_upstream_refuses_are_refused_in_its_words(model, graphs):

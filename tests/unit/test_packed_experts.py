@@ -1,6 +1,7 @@
 """A mixture of experts over packed documents, its routers alone, beside attention or in whole layers, against eager."""
 
 from contextlib import contextmanager
+from functools import partial
 from types import SimpleNamespace
 from unittest import mock
 
@@ -15,11 +16,11 @@ from bridge_cg_plugin.upstream.decoder.block import TransformerBlockFamily
 from bridge_cg_plugin.upstream.decoder.experts import NEEDED, statistics_of
 from tests.routers import take_statistics
 
-from ..main_grads import hook_main_grads, reduced
 from .packs import (
     EXPERTS,
     ON_CPU,
     WARMUP,
+    assert_adds_to_main_grads,
     assert_same,
     eager,
     graphs_on,
@@ -29,7 +30,7 @@ from .packs import (
     replayed,
     replaying,
 )
-from .towers import assert_close, loss_of, poison
+from .towers import poison
 
 MODELS = {
     "swiglu": {},
@@ -51,17 +52,10 @@ def test_losses_and_gradients_are_eagers(changes):
 
 
 def test_gradients_are_added_to_main_grad():
-    """Those of the decoder; others are in `grad`."""
     model = new_model(**EXPERTS)
-    expected = [losses_and_gradients(model, batch)[1] for batch in PACKS]
-    model.nodes = hook_main_grads(model.decoder.parameters())
-    with ON_CPU(), reduced(), graphs_on(model, pack(WARMUP), cuda_graph_modules=[]) as graphs:
-        for batch in PACKS:
-            loss_of([model(**batch)]).backward()
-        assert replayed(graphs) == len(PACKS)
-    inside = set(model.decoder.parameters())
-    found = [parameter.main_grad if parameter in inside else parameter.grad for parameter in model.parameters()]
-    assert_close(found, [sum(parts) for parts in zip(*expected, strict=True)])
+    with ON_CPU():
+        put_on_graphs = partial(graphs_on, model, pack(WARMUP), cuda_graph_modules=[])
+        assert_adds_to_main_grads(model, PACKS, put_on_graphs)
 
 
 def test_frozen_experts():

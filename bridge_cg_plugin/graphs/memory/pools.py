@@ -82,7 +82,7 @@ class PlainMemory(SlotMemory, Pool):
     def begin(self) -> "PlainMemory":
         """See `SlotMemory`. PyTorch captures no more in a pool that all its graphs have left."""
         if not _blocks(self.handle):
-            self._pool = torch.cuda.MemPool()
+            self.keep(0)
             torch.cuda.empty_cache()
         return self
 
