@@ -20,6 +20,7 @@ from bridge_cg_plugin.graphs.replays.slot import StaticTensors
 from ..pooled import PooledExecutor
 from ..regions import new_region
 from ..rows_program import RowsProgram
+from ..tape import TapeExecutor
 from .toy import (
     Toy,
     ToyProgram,
@@ -52,6 +53,32 @@ def test_any_sequence_of_batches_equals_eager(sequence):
             outputs = region.run(batch) or region.run(batch)  # the first evaluation runs eager
         assert_same(outputs, region.program.model(batch.x, batch.offsets))
         assert sum(slot.free for slot in region.slots) == 2 and not any(output.requires_grad for output in outputs)
+
+
+def test_what_pytorch_holds_goes_back_where_graphs_took_more_memory():
+    """Before that, a step needed memory for an eager pass that it runs on graphs now."""
+
+    class Growing(TapeExecutor):
+        recorded, tidied = 0, ()
+
+        def record_forward(self, body, pool):
+            self.recorded += 1
+            return super().record_forward(body, pool)
+
+        def new_memory(self):
+            executor = self
+
+            class Memory(SlotMemory):
+                nbytes = property(lambda self: (0, 2, 2, 4)[executor.recorded])
+
+            return Memory()
+
+        def tidy(self):
+            self.tidied += (self.recorded,)
+
+    executor = Growing()
+    toy_region(executor=executor)
+    assert executor.tidied == (0, 1, 3)  # behind whole warm-up passes, and where it grew
 
 
 def test_passes_without_a_backward_get_a_slot_while_a_microbatch_waits_for_its_backward():

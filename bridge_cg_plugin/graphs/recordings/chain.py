@@ -411,8 +411,10 @@ class Chain:
         """
         first, made = wanted[0][0], list[Recording]()
         slots = {part: slot for part, _ in wanted for slot in part.slots if slot.index == index}
+        memory = self.common(index).memory(mode.gradients)
+        mapped = memory.nbytes
         with first.recording(bucket) as kept, collected_later():
-            pool = self.common(index).memory(mode.gradients).begin()
+            pool = memory.begin()
             bodies = [part.warmed_up(source, slots[part], bucket, mode, briefly) for part, source in wanted]
             if mode.gradients:
                 prepared = self.offloading.prepare(self.executor, bodies, index)
@@ -428,6 +430,8 @@ class Chain:
                     for body in bodies:
                         body.forget()
             nbytes = pool.settle()
+        if memory.nbytes > mapped:
+            self.executor.tidy()  # PyTorch still holds what eager passes needed
         self.captures += mode.gradients
         place = index, bucket, mode
         for (_, source), body, recording in zip(wanted, bodies, made, strict=True):
