@@ -1,5 +1,6 @@
 """Messages for the person who watches a training run: rank 0 prints, every rank logs."""
 
+import functools
 import logging
 import os
 import sys
@@ -46,6 +47,12 @@ def announce(message: str) -> None:
     """Print a line or a block on rank 0."""
     if rank() == 0:
         print("\n".join(f"{PREFIX}{line}" for line in message.splitlines()), flush=True)
+
+
+@functools.cache
+def announce_once(message: str) -> None:
+    """Print it unless this process has."""
+    announce(message)
 
 
 def warn(message: str) -> None:

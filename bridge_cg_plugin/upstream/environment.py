@@ -1,9 +1,8 @@
 """Environment variables of NCCL, PyTorch and Transformer Engine that decide whether graphs and offloading can work."""
 
-import functools
 import os
 
-from ..announce import announce, warn_once
+from ..announce import announce_once, warn_once
 from ..options import OptionError
 from ..switches import ALLOWED, EXPERT_BOUNDS, PROOF, switched_on
 
@@ -12,7 +11,6 @@ GRAPH_REGISTER = "NCCL_GRAPH_REGISTER"
 # Graph options as words.
 OPTIONS = "BRIDGE_CG_OPTIONS"
 _GONE = "BRIDGE_CG_WATCHDOG_MINUTES"
-_say_once = functools.cache(announce)
 
 
 def check_process() -> None:
@@ -40,7 +38,7 @@ def sizes_may_share_memory() -> bool:
     """Whether recordings with exchanges between ranks may lie over each other: NCCL registers no memory of theirs."""
     may = os.environ.get(GRAPH_REGISTER) == "0"
     if not may:
-        _say_once(
+        announce_once(
             "graphs with exchanges between ranks keep the memory of larger buckets beside that of smaller ones; with "
             f"{GRAPH_REGISTER}=0 all of a slot share it"
         )

@@ -1,11 +1,27 @@
 """What GPU tests share: a host that may not wait, a look into graphs' memory, adapters."""
 
+import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+# Of captures.
+ORDERS = {
+    "descending": lambda places: sorted(places, reverse=True),
+    "ascending": sorted,
+    "as they come": lambda places: random.Random(7).sample(places, len(places)),
+}
+
+
+def ordered(monkeypatch, order: str) -> None:
+    """Let captures come in another order than the largest first."""
+    from bridge_cg_plugin.graphs.region import Region
+
+    planned = Region._planned
+    monkeypatch.setattr(Region, "_planned", lambda region, index: ORDERS[order](planned(region, index)))
 
 
 @contextmanager

@@ -67,9 +67,9 @@ def rows_of(pack, buckets=BUCKETS):
     return next(bucket for bucket in buckets if bucket >= pack.tokens)
 
 
-def assert_eagers(trained, graphs, pack, name):
+def assert_eagers(trained, graphs, pack, name, buckets=BUCKETS):
     """Graphs give what eager gives on the bucket's rows, to the bit; returns what they gave."""
-    with parity.eager_at(graphs, rows_of(pack)):
+    with parity.eager_at(graphs, rows_of(pack, buckets)):
         runs = [trained.results(pack) for _ in range(EAGER_RUNS)]
     poison(graphs)
     before = graphs.statistics().replays

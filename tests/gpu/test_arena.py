@@ -10,30 +10,18 @@ from bridge_cg_plugin.graphs.buckets import Bucket
 from bridge_cg_plugin.graphs.errors import CaptureError
 from bridge_cg_plugin.graphs.memory.pools import Arena, ArenaPool
 from bridge_cg_plugin.graphs.recordings.recording import RegionBody
-from bridge_cg_plugin.graphs.region import Region
 
-from .common import equal, memories, spoil
+from .common import ORDERS, equal, memories, ordered, spoil
 
 MB = 2**20
 BUCKETS = tuple(range(384, 2817, 128))
 SETTINGS = {"kernels": "exact", "max_frames": 2}
 OFFLOADED = {"offload": ("attention", "mlp"), "recompute": ()}
-ORDERS = {
-    "descending": lambda places: sorted(places, reverse=True),
-    "ascending": sorted,
-    "as they come": lambda places: random.Random(7).sample(places, len(places)),
-}
 
 
 def grid_of(draw) -> list[tuple[int, int, int]]:
     """Return a mix of images that some bucket holds."""
     return [(1, 2 * draw.randint(9, 16), 2 * draw.randint(9, 16)) for _ in range(draw.randint(1, 2))]
-
-
-def ordered(monkeypatch, order: str) -> None:
-    """Let captures come in another order than the largest first."""
-    planned = Region._planned
-    monkeypatch.setattr(Region, "_planned", lambda region, index: ORDERS[order](planned(region, index)))
 
 
 @pytest.fixture
@@ -68,6 +56,23 @@ def test_any_order_takes_as_much_and_equals_eager(tower_module, model, grads, gr
     helper = graphs_of(buckets=BUCKETS[-1:], slots=1, **SETTINGS, **kept)
     largest = memories(helper.graphs)[0].nbytes
     assert max(taken.values()) <= 1.01 * largest, (taken, largest)
+
+
+def test_a_forward_that_is_dropped_while_its_copies_run(tower_module, model, grads, graphs_of):
+    """What another bucket replays at once is its own, and its activations come back from the host."""
+    helper = graphs_of(buckets=(1024, 2816), slots=1, **SETTINGS, **OFFLOADED)
+    batches = [tower_module.make_batch(grid, model, seed=1) for grid in ([(1, 28, 28)], [(1, 40, 44)])]
+    for dropped, kept in (batches, batches[::-1]):
+        with helper.graphs.paused():
+            grads.zero()
+            expected, gradients = tower_module.step(model, kept), grads.copy()
+        for _ in range(3):
+            spoil(helper.graphs)
+            grads.zero()
+            tower_module.forward(model, dropped)
+            assert equal(tower_module.step(model, kept), expected)
+            assert tower_module.largest_relative(grads.copy(), gradients) <= 3e-2
+    assert helper.graphs.statistics().replays == 12 and not helper.graphs.statistics().fallbacks
 
 
 def test_two_slots_interleave_and_a_bucket_goes(tower_module, model, grads, graphs_of, check):

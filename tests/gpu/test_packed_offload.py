@@ -10,11 +10,12 @@ import pytest
 import torch
 
 from bridge_cg_plugin.graphs.errors import CaptureError
+from bridge_cg_plugin.graphs.memory.pools import Arena
 from tests.models import language_model as lm
 from tests.models import packed_parity as parity
 from tests.models.tower import relative
 
-from .common import poison
+from .common import ORDERS, memories, ordered, poison, spoil
 from .packs import BUCKETS, Trained, assert_eagers, assert_within_noise, graphs_on
 
 LONG = (4000, 300, 2500, 1392)
@@ -50,6 +51,23 @@ def test_losses_and_gradients_are_eagers(gpt, deterministic_algorithms):
             assert_eagers(gpt, graphs, lm.make_pack(lengths), str(lengths))
         statistics = graphs.statistics()
         assert not statistics.fallbacks and statistics.pinned_bytes > 0
+
+
+@pytest.mark.parametrize("kept", [KEPT, BOTH], ids=["kept", "offloaded"])
+def test_any_order_takes_as_much_and_equals_eager(gpt, deterministic_algorithms, monkeypatch, kept):
+    taken, buckets = {}, list(range(384, 2817, 128))
+    wanted = {**kept, "cuda_graph_packed_slots": 1}
+    for order in ORDERS:
+        ordered(monkeypatch, order)
+        with graphs_on(gpt.model, lm.make_pack((200,)), **wanted, cuda_graph_packed_buckets=buckets) as graphs:
+            (memory,) = memories(graphs)
+            assert isinstance(memory, Arena)
+            taken[order] = memory.nbytes
+            for lengths in SHORT:
+                spoil(graphs)
+                assert_eagers(gpt, graphs, lm.make_pack(lengths), f"{order}, {lengths}", buckets)
+    with graphs_on(gpt.model, lm.make_pack((200,)), **wanted, cuda_graph_packed_buckets=buckets[-1:]) as graphs:
+        assert max(taken.values()) <= 1.01 * memories(graphs)[0].nbytes, taken
 
 
 def replayed(trained, packs, modules=(), buckets=BUCKETS, **options):

@@ -7,11 +7,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from bridge_cg_plugin.announce import announce_once
 from bridge_cg_plugin.graphs.errors import CaptureError
 from bridge_cg_plugin.graphs.recordings.executor import CudaGraphExecutor, ReferenceExecutor, _recording_stream
 from bridge_cg_plugin.graphs.recordings.streams import ReplayStream
 from bridge_cg_plugin.options import VisionGraphOptions
-from bridge_cg_plugin.upstream import environment
 from bridge_cg_plugin.upstream.hooks.helpers import constructors as helpers
 from bridge_cg_plugin.upstream.hooks.helpers import graph_helper
 from bridge_cg_plugin.upstream.hooks.helpers.constructors import decoder_helpers, encoder_helper
@@ -54,7 +54,7 @@ def test_megatrons_random_states_are_known_and_replays_of_what_offloads_are_asid
 )
 def test_graphs_with_exchanges_share_memory_where_nccl_registers_none(monkeypatch, capsys, shared, register, arenas):
     given = {}
-    environment._say_once.cache_clear()
+    announce_once.cache_clear()
     monkeypatch.delenv("NCCL_GRAPH_REGISTER", raising=False)
     if register is not None:
         monkeypatch.setenv("NCCL_GRAPH_REGISTER", register)

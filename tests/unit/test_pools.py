@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from bridge_cg_plugin.announce import announce_once
 from bridge_cg_plugin.graphs.errors import CaptureError
 from bridge_cg_plugin.graphs.memory import pools
 from bridge_cg_plugin.graphs.memory.pools import Arena, PlainMemory
@@ -145,6 +146,17 @@ def test_a_plain_pool_that_all_graphs_left_is_not_used_again(pytorch):
     assert memory.begin().handle != handle
 
 
+def test_captures_in_a_plain_pool_take_no_expandable_segments(pytorch, monkeypatch):
+    """verl sets them between generation and training; NCCL registers what graphs exchange, and may not there."""
+    changes, written = [], "max_split_size_mb:64,expandable_segments:True"
+    found = {"allocator_settings": {"expandable_segments": True, "PYTORCH_CUDA_ALLOC_CONF": written}}
+    monkeypatch.setattr(torch._C, "_cuda_memorySnapshot", lambda *given: found, raising=False)
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", changes.append, raising=False)
+    with PlainMemory().begin().taking():
+        assert changes == [f"{written},expandable_segments:False"]
+    assert changes[-1] == written
+
+
 @pytest.fixture
 def executor(monkeypatch, pytorch, device):
     """An executor whose constructor would need a GPU."""
@@ -159,10 +171,12 @@ def executor(monkeypatch, pytorch, device):
     return lambda **given: CudaGraphExecutor(CPU, **given)
 
 
-def test_where_pytorch_counts_against_a_limit_pools_are_plain(executor, monkeypatch):
+def test_where_pytorch_counts_against_a_limit_pools_are_plain(executor, monkeypatch, capsys):
     """It counts the same memory once for every recording."""
+    announce_once.cache_clear()
     monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda device: 0.5)
-    assert isinstance(executor().new_memory(), PlainMemory)
+    assert all(isinstance(executor().new_memory(), PlainMemory) for _ in range(2))
+    assert capsys.readouterr().out.count("the process has set a memory limit in PyTorch") == 1
 
 
 def test_without_addresses_further_pools_are_plain(executor, device, capsys):

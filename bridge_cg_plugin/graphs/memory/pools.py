@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import CaptureError
-from .ranges import AddressRange
+from .ranges import AddressRange, own_segments
 
 # Entered around the making of tensors.
 Making = Callable[[], AbstractContextManager[None]]
@@ -78,6 +78,10 @@ class PlainMemory(SlotMemory, Pool):
     def nbytes(self) -> int:
         """See `SlotMemory`."""
         return sum(segment["total_size"] for segment in _segments(self.handle))
+
+    def taking(self) -> AbstractContextManager[None]:
+        """See `Pool`. NCCL registers this memory, and may not where segments expand."""
+        return own_segments()
 
     def begin(self) -> "PlainMemory":
         """See `SlotMemory`. PyTorch captures no more in a pool that all its graphs have left."""

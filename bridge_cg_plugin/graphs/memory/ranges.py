@@ -335,7 +335,7 @@ class AddressRange:
     @contextmanager
     def giving(self) -> Iterator[None]:
         """Let pools of `new_pool` take memory from here."""
-        with _ONE_AT_A_TIME, _own_segments():
+        with _ONE_AT_A_TIME, own_segments():
             _giving.append(self._range)
             self._library.bridge_cg_use(self._range)
             try:
@@ -359,7 +359,7 @@ def _address(function: Any) -> int:
 
 
 @contextmanager
-def _own_segments() -> Iterator[None]:
+def own_segments() -> Iterator[None]:
     """Let PyTorch take memory of pools in segments of their own, which expandable segments are not."""
     found = torch._C._cuda_memorySnapshot((*NO_POOL, False))["allocator_settings"]
     if not found["expandable_segments"]:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...announce import announce, warn
+from ...announce import announce, announce_once, warn
 from ..errors import CaptureError, OtherRankFailed, named, release_frames
 from ..memory.pools import Arena, Making, PlainMemory, Pool, SlotMemory, making_in
 from ..memory.ranges import AddressRange, DeviceMemoryError, NoDeviceMemory, VirtualMemory, close_left, driver_of
@@ -340,7 +340,10 @@ class CudaGraphExecutor(Executor):
         torch.cuda.empty_cache()
         close_left()
         # Where PyTorch was told a limit, it counts what each recording of a slot uses against it.
-        if self._driver is not None and torch.cuda.get_per_process_memory_fraction(self.device) >= 1:
+        limited = torch.cuda.get_per_process_memory_fraction(self.device) < 1
+        if limited and self._driver is not None:
+            announce_once("graphs have their memory in PyTorch's pools: the process has set a memory limit in PyTorch")
+        elif self._driver is not None:
             try:
                 return Arena(partial(self._new_range, self._driver))
             except DeviceMemoryError as error:  # hundreds of parts with many slots each
