@@ -5,6 +5,7 @@ from itertools import count
 
 import pytest
 import torch
+from megatron.bridge.peft.lora import LoRA
 from megatron.core import tensor_parallel
 
 from bridge_cg_plugin.graphs.errors import CaptureError
@@ -200,6 +201,15 @@ def test_layers_that_draw_are_refused():
     tower.decoder.config.hidden_dropout = 0.1
     draws = pytest.raises(CaptureError, match="set hidden_dropout to 0")
     with graphs_on(tower, capture=False, executor=TapeExecutor()) as graphs, draws:
+        graphs.capture()
+
+
+def test_adapters_that_draw_are_refused():
+    """Two runs of a layer would drop other values, and nobody would notice."""
+    model = LoRA(target_modules=["linear_proj"], dim=4, alpha=8, dropout=0.1)(packs.new_model(), training=True)
+    refused = pytest.raises(CaptureError, match=r"which a Dropout of p=0\.1 does: let it draw nothing")
+    with packs.graphs_on(model, packs.pack(packs.WARMUP), capture=False, executor=TapeExecutor()) as graphs, refused:
+        let_whole_layers_be_recomputed(model, **FULL["each layer"])
         graphs.capture()
 
 

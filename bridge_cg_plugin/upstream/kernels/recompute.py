@@ -15,10 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.modules.dropout import _DropoutNd
 from torch.utils.checkpoint import checkpoint
 
 from ...graphs.errors import CaptureError
 from ...graphs.instance import every_module
+from ...graphs.recordings.capture import default_generator
 from ...offload.registry import View, current_registry, derive, scoped, view_of
 from ..seams.registry import seam
 from ..seams.registry.engine import TE_LAYERNORM_LINEAR
@@ -156,6 +158,29 @@ def _first_run() -> Iterator[None]:
         _first_runs -= 1
 
 
+@contextmanager
+def _drawing_nothing(modules: Sequence[nn.Module], given: Sequence[Any]) -> Iterator[None]:
+    """Refuse draws inside, as of an adapter's dropout; warm-up passes come before a capture, which cannot tell.
+
+    Raises:
+        CaptureError: Something drew, which a second run would draw otherwise.
+    """
+    device = next(each.device for each in given if isinstance(each, Tensor))
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        yield
+        return
+    generators = (default_generator(device), *random_states())
+    before = [each.get_state() for each in generators]
+    yield
+    if not all(map(torch.equal, before, (each.get_state() for each in generators))):
+        dropouts = (each for each in every_module(modules) if isinstance(each, _DropoutNd) and each.training)
+        named = next((f"a {type(each).__name__} of p={each.p}" for each in dropouts if each.p), "a layer")
+        raise CaptureError(
+            f"recompute inside a graph would draw other random numbers than its forward, which {named} does: let it "
+            "draw nothing, or recompute nothing"
+        )
+
+
 def _recomputed(
     modules: Sequence[nn.Module], function: Callable[..., Any], distribute_saved_activations: bool, *args: Any
 ) -> Any:
@@ -169,7 +194,7 @@ def _recomputed(
 
     def run(*given: Any) -> Any:
         with ExitStack() as stack:
-            for context in again if next(runs) else (_first_run,):
+            for context in again if next(runs) else (_first_run, partial(_drawing_nothing, modules, given)):
                 stack.enter_context(context())
             return function(*given)
 
