@@ -133,6 +133,8 @@ STARTS = (
     ([SFT, ON], {"BRIDGE_CG_PLUGIN": "0"}),
     ([SFT, "--nodes", "2", "--gpus_per_node", "8", "model.pipeline_model_parallel_size=3"], {}),
     ([SFT, "cuda_graph_impl=transformer_engine"], {}),
+    ([SMALL, "model.recompute_granularity=full"], {}),
+    ([SMALL, "model.tensor_model_parallel_size=7"], {}),
 )
 
 
@@ -327,6 +329,9 @@ def test_a_process_without_pytorch_hub_and_gpu_answers_at_once_as_bridge_builds(
     )
     assert "unknown model.num_layers" in unknown["time a step"]
     assert stands_in["seconds"] < 3
+    for name, captured in (("qwen3_vl_30b_a3b", "attention and the MoE router"), ("qwen35_vl_9b", "all layers as one")):
+        said, _ = stands_in["asked"][f"{name}_sft_config"]
+        assert said.startswith(f"vision encoder, language model in part ({captured}"), said
     compared = 0
     for name in stands_in["facts"].keys() & set(dir(bridge)):
         said = stands_in["facts"][name]

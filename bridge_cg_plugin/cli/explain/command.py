@@ -17,7 +17,7 @@ from bridge_cg_plugin.options import explain as wording
 from bridge_cg_plugin.options.declaration import GONE
 from bridge_cg_plugin.options.facts import LOOP_PARTS
 from bridge_cg_plugin.options.flags import take_flags
-from bridge_cg_plugin.options.graph_options import SETTING, VISION_ENCODER
+from bridge_cg_plugin.options.graph_options import LANGUAGE_MODEL_PART, SETTING, VISION_ENCODER
 from bridge_cg_plugin.options.sources import FIELDS, OTHER_FIELDS, SETTINGS, refuse_unknown
 from bridge_cg_plugin.options.vision import PROVIDER_FIELDS
 from bridge_cg_plugin.recipes import GPUS, with_graphs
@@ -86,7 +86,7 @@ class Answer:
     def summary(self) -> dict[str, str]:
         """What a user asks first, in words."""
         lines = [line for line in self.lines if line.runs != "none"]
-        on = ", ".join(line.name for line in lines if line.runs == "graphs")
+        on = ", ".join(self._on_graphs(line) for line in lines if line.runs == "graphs")
         others = [f"{line.name} {line.runs}: {line.why}" for line in lines if line.runs != "graphs"]
         found = self.nearest if any(line.runs in ("graphs", NOT_KNOWN) for line in lines) else None
         nothing = "eager's"
@@ -98,6 +98,15 @@ class Answer:
             "would bring most": self._most(lines),
         }
 
+    def _on_graphs(self, line: wording.Part) -> str:
+        modules = line.name == LANGUAGE_MODEL_PART and self.options.language_model.modules
+        captured = line.why.partition("; ")[0]
+        return f"{line.name} in part ({captured})" if modules or self._rest(line) else line.name
+
+    def _rest(self, line: wording.Part) -> str:
+        """Return why a part on graphs is not wholly there; empty where nobody chose what is."""
+        return next((part.why for part in self.options.chosen if part.name == line.name), "")
+
     def _most(self, lines: Sequence[wording.Part]) -> str:
         if not _asks(self.options):
             return _NO_GRAPHS if self.nearest is None else f"{_NO_GRAPHS}: {self.nearest.time()}"
@@ -105,6 +114,8 @@ class Answer:
             return "not known: see the first line"
         if eager := [line for line in lines if line.runs == "eager"]:
             return f"the {eager[-1].name} on graphs, which this keeps eager: {eager[-1].why}"
+        if rest := [line for line in lines if self._rest(line)]:
+            return f"the rest of the {rest[-1].name} on graphs: {self._rest(rest[-1])}"
         faster = None if self.nearest is None else self.nearest.faster()
         return faster or "nothing that was measured: all parts are on graphs"
 
@@ -227,7 +238,7 @@ def _of_recipe(name: str, flags: Mapping[str, Any], words: Sequence[str], place:
     if hasattr(config, "train"):
         check_fit(config, gpus)
         if not other_loop:  # such a loop has checks of its own
-            check_training(name, config, options, gpus, gpu)
+            check_training(name, built(name), config, options, gpus, gpu)
     unknown = models.unknown()
     reasons = [f"the sizes of {' and '.join(unknown)} are on Hugging Face's hub only"] if unknown else []
     if hasattr(getattr(config, "model", None), "_stands_in"):

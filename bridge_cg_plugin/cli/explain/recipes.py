@@ -320,7 +320,7 @@ def run(part: str, as_json: bool, benchmarks: bool, tell: Tell) -> int:
     for title, names in (("presets with graphs", presets), ("recipes of Megatron-Bridge", listed)):
         tell("\n".join([title, *(f"  {name}" for name in names or ["none"])]))
     if not part and not benchmarks:
-        tell("bridge-cg recipes FAMILY lists one; --all lists benchmarks for numbers of GPUs too")
+        tell("bridge-cg recipes FAMILY lists one; --all also benchmarks for numbers of GPUs")
     return 0
 
 

@@ -3,7 +3,9 @@
 import contextlib
 import functools
 import importlib
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Container, Iterator
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,24 +13,32 @@ from bridge_cg_plugin.options import GraphOptions
 from bridge_cg_plugin.options.normalization import normalize
 from bridge_cg_plugin.upstream.hooks import training_config
 from bridge_cg_plugin.upstream.hooks.graph_fields import collect_for_start
+from bridge_cg_plugin.upstream.hooks.training_config import refused_start
 from bridge_cg_plugin.upstream.seams.patches import bridge_release
 from bridge_cg_plugin.upstream.seams.registry import SEAMS
 from bridge_cg_plugin.upstream.seams.seam import Seam
 from bridge_cg_plugin.upstream.seams.source_reader import SourceReader
 from bridge_cg_plugin.upstream.seams.states import Wish, compare, needs
 
-from ..checks import check_bridge
+from ..checks import check_bridge, fewest_gpus
 from . import recipes
 
 # What only a user's machine has: Bridge asks whether it is there.
 _PLACES = ("path", "path_to_cache")
+# Of a model, that a message gives.
+_NUMBERS = re.compile(r"\d+")
+# What a stand-in is in words.
+_STANDS_IN = "<class 'abc."
 
 
-def check_training(recipe: str, config: Any, options: GraphOptions, gpus: int | None, gpu: str | None) -> None:
+def check_training(
+    recipe: str, shipped: Any, config: Any, options: GraphOptions, gpus: int | None, gpu: str | None
+) -> None:
     """Refuse what training refuses before it builds a model.
 
     Args:
         recipe: The recipe's name.
+        shipped: Its configuration as it comes, where stand-ins alone are what upstream's model refuses.
         config: A Bridge `ConfigContainer`, with everything applied.
         options: Its graph options.
         gpus: How many GPUs there are; None takes one replica's.
@@ -40,7 +50,15 @@ def check_training(recipe: str, config: Any, options: GraphOptions, gpus: int | 
     if not recipes.installed():
         return check_bridge(recipe, config, options, gpus)
     with _beside_stand_ins(config, gpu):
-        check_bridge(recipe, config, options, gpus, _ready)
+        known: set[str] = set()
+        note = lambda message: known.add(_NUMBERS.sub("", message))  # noqa: E731
+        refused_start(shipped, gpus or fewest_gpus(shipped.model), partial(_ready, note))
+        check_bridge(recipe, config, options, gpus, partial(_ready, partial(_refuse_new, known)))
+
+
+def _refuse_new(known: Container[str], message: str) -> None:
+    if _NUMBERS.sub("", message) not in known and _STANDS_IN not in message:
+        raise ValueError(message)
 
 
 @contextlib.contextmanager
@@ -80,8 +98,14 @@ def _properties(gpu: str | None) -> SimpleNamespace:
     return SimpleNamespace(name=f"NVIDIA {gpu.upper()}", major=10 if gpu.startswith("b") else 9, minor=0)
 
 
-def _ready(config: Any) -> None:
-    """Let Bridge's checks run through: past files of a user's machine, and sizes and modules that are not here."""
+def _ready(refuse: Callable[[str], None], config: Any) -> None:
+    """Let Bridge's checks run through: past files of a user's machine, and sizes and modules that are not here.
+
+    Args:
+        refuse: Called with what the model's own check says.
+        config: What is checked.
+    """
+    config.model.bias_activation_fusion = False  # depends on a function of PyTorch's
     config.checkpoint.pretrained_checkpoint = config.checkpoint.pretrained_checkpoint or "/"
     for name in _PLACES:
         if hasattr(config.dataset, name) and not getattr(config.dataset, name):
@@ -92,12 +116,17 @@ def _ready(config: Any) -> None:
         for name in ("finalize", "setup", "__post_init__"):
             if callable(getattr(type(section), name, None)) and not isinstance(section, type):
                 with contextlib.suppress(AttributeError, TypeError):
-                    setattr(section, name, _forgiving(getattr(section, name)))
+                    told = refuse if section is config.model else lambda message: None
+                    setattr(section, name, _forgiving(getattr(section, name), told))
 
 
-def _forgiving(check: Callable[..., Any]) -> Callable[..., None]:
+def _forgiving(check: Callable[..., Any], refuse: Callable[[str], None]) -> Callable[..., None]:
     def run(*args: Any, **kwargs: Any) -> None:
-        with contextlib.suppress(Exception):
+        try:
             check(*args, **kwargs)
+        except (AssertionError, ValueError) as error:
+            refuse(str(error))
+        except Exception:
+            return
 
     return run

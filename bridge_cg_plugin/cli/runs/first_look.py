@@ -126,7 +126,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             mode, step = mode_and_step(parsed)
             missing = check_start(config, mode, gpus, parsed.dry_run)
             if parsed.dry_run:
-                check_training(parsed.recipe, config, options, gpus, parsed.graphs)
+                shipped = with_presets(build_recipe(parsed.recipe), parsed)
+                check_training(parsed.recipe, shipped, config, options, gpus, parsed.graphs)
     except OptionError as error:
         print(error)
         return REFUSED
