@@ -423,7 +423,7 @@ ALLOWED: tuple[tuple[Feature, str | Feature, Mapping[str, tuple[str, str]]], ...
         {"peft.target_modules": ("other layers than experts'", "Graphs compute experts' products without adapters")},
     ),
     (
-        lambda options, facts: "on this model" if facts.copied_settings else "",
+        _where(_graphs, lambda options, facts: facts.copied_settings),
         "Switch it off.",
         {OFFLOADS: ("false", "megatron-core would count layers of the encoder as the language model's")},
     ),

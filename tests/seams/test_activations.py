@@ -76,6 +76,7 @@ def test_nemotrons_encoder_has_the_settings_of_its_language_model(active):
     told = {"fine_grained_activation_offloading": True, "offload_modules": ["core_attn"]}
     made = NemotronOmniModelProvider(**told, num_attention_heads=4, hidden_size=64, hybrid_layer_pattern="M*")
     assert made._build_vision_config(made).fine_grained_activation_offloading
+    made.vision_cuda_graph_impl = "transformer_engine"
     with pytest.raises(OptionError, match="would count layers of the encoder"):
         graph_options(made)
 

@@ -85,7 +85,7 @@ REFUSED = [
     (tower_of_hugging_face(cuda_graph_impl="full_iteration"), "cuda_graph_impl"),
     (f"{OFFLOAD}core_attn {TE}", "cuda_graph_modules"),
     (
-        nemotron(vision_cuda_graph_impl="none", fine_grained_activation_offloading=True, offload_modules=["core_attn"]),
+        nemotron(fine_grained_activation_offloading=True, offload_modules=["core_attn"]),
         "fine_grained_activation_offloading",
     ),
     (offloading(vision_cuda_graph_impl="none", cuda_graph_impl="full_iteration"), OFFLOADS),
@@ -107,6 +107,11 @@ REFUSED = [
     (f"{WHOLE_MOE} moe_router_fusion=true moe_aux_loss_coeff=0.01", "model.moe_router_fusion"),
     *((f"{WHOLE_MOE} {name}={'1' if needed is None else 'true'}", f"model.{name}") for name, needed in NEEDED.items()),
 ]
+
+
+def test_what_starts_eager_is_refused_with_graphs_alone():
+    offloads = {"fine_grained_activation_offloading": True, "offload_modules": ["core_attn"]}
+    assert not found_in(nemotron(vision_cuda_graph_impl="none", cuda_graph_impl="none", **offloads))
 
 
 def found_in(source):
