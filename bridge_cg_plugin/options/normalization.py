@@ -49,6 +49,8 @@ UNTRIED = "no graphs of such layers were tried on a GPU"
 # Experts in a region take memory that grows with the ranks that share them.
 MOST_EXPERT_RANKS = 2
 MUCH_MEMORY = "experts of so many ranks take much memory in a graph; {} captures them, with {}=1 in less"
+# Settings under which parameters have no address of their own; upstream's graphs of layers were not tried with them.
+MOVES, MOVED = ("use_megatron_fsdp", "use_torch_fsdp2"), "it moves parameters, and graphs read fixed addresses"
 NOT_FOUND = "the model has no {} that graphs support"
 READS_COUNTS = f"{IMPL}=full_iteration with experts: the host reads the number of tokens of each expert"
 READS_IMAGES = f"{IMPL}=full_iteration on this model: megatron-core would capture the images of one step for all"
@@ -95,7 +97,8 @@ def choose(written: Written) -> tuple[Written, tuple[Part, ...]]:
     if VISION_IMPL in written.fields or written.model is None:
         written = _taken(written, facts, VISION_ENCODER, _vision(setting), (VISION_IMPL,), parts)
     written = replace(written, fields={**written.fields, **packs})
-    candidates = _language_model(facts, written)
+    moved = next((f"{name}=True: {MOVED}" for name in MOVES if facts[name]), "")
+    candidates = (replace(each, unless=moved or each.unless) for each in _language_model(facts, written))
     written = _taken(written, facts, LANGUAGE_MODEL_PART, candidates, (IMPL, *SWITCHES), parts)
     if written.fields.get(IMPL) in (None, "none"):
         written = _without(written, packs)

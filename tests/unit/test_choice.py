@@ -116,6 +116,13 @@ def test_the_language_model_is_one_region_where_it_can_be_and_else_less_with_its
     assert options.vision.enabled and options.packed.enabled == ("packed" in graphs)
 
 
+@pytest.mark.parametrize("sharded", ["use_megatron_fsdp", "use_torch_fsdp2"])
+@pytest.mark.parametrize("data", [{**DENSE, **MOE}, DENSE, PACKED], ids=["experts", "dense", "packs"])
+def test_nothing_is_captured_where_parameters_move(sharded, data):
+    options, parts = chosen({**data, sharded: True})
+    assert not options.enabled and parts["language model"].why.startswith(f"{sharded}=True: it moves parameters")
+
+
 def test_experts_of_many_ranks_are_captured_where_their_room_is_bounded(monkeypatch):
     monkeypatch.setenv(EXPERT_BOUNDS, "1")
     part = chosen({**PACKED, "expert_model_parallel_size": 8, "num_moe_experts": 8})[1]["language model"]
