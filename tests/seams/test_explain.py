@@ -76,7 +76,7 @@ def run(words, variables):
     os.environ.clear()
     os.environ.update(before)
     return status, out.getvalue(), err.getvalue()
-preset, asked, starts = sys.argv[1], json.loads(sys.argv[2]), json.loads(sys.argv[3])
+preset, asked, starts, posted = sys.argv[1], *map(json.loads, sys.argv[2:])
 found = {"facts": {}, "sizes": {}, "refused": {}, "answers": {}}
 options = command.look([preset, "optimizer.lr=1e-5"]).options
 found["seconds"] = time.process_time()
@@ -106,6 +106,10 @@ for recipe, words in asked.items():
     status, out, err = run([recipe, "--json", *words], {})
     found["answers"][recipe] = json.loads(out)
 found["starts"] = [run(words, variables) for words, variables in starts]
+found["posted"] = {
+    name: [run([*words, f"cuda_graphs={setting}"], variables) for setting in ("exact", "off")]
+    for name, (words, variables) in posted.items()
+}
 start.compare = lambda seam, *_: ("broken", "it moved") if seam.name == "train_loop_vision" else ("native", "")
 start._drift.cache_clear()
 found["broken"] = [run([preset, *words], {}) for words in ([], ["cuda_graphs=off"])]
@@ -122,6 +126,9 @@ RIGHTLY = (
     r"Bridge refuses it\. Megatron-FSDP requires the fsdp_dtensor checkpointing format",
     r"Bridge refuses it\. load_kwargs\.data_files must contain non-empty paths",
 )
+POSTED = Path(__file__).with_name("posted_layouts.txt")
+# Of models whose language model upstream's graphs of layers alone can take.
+EAGER_FOR_RECOMPUTE = {"swift_glm45v_lora", "bridge_q3omni"}
 ON, SMALL = "cuda_graphs=exact", "qwen3_vl_small_vision_graphs_pretrain_mock_config"
 # Command lines that training refuses once it has built a recipe, and variables beside them.
 STARTS = (
@@ -138,6 +145,17 @@ STARTS = (
 )
 
 
+def posted_layouts():
+    """Return command lines of `explain`, and variables beside them, by name."""
+    found = {}
+    for line in POSTED.read_text().splitlines()[2:]:
+        name, variables, recipe, counts, words = line.split(" | ")
+        nodes, gpus = counts.split()
+        given = [recipe, "--nodes", nodes, "--gpus_per_node", gpus, *words.split()]
+        found[name] = given, dict(each.split("=", 1) for each in variables.split() if each != "-")
+    return found
+
+
 newest = pytest.mark.skipif(bridge_release() != NEWEST.bridge, reason="the process has the newest release")
 
 
@@ -149,7 +167,7 @@ def stands_in(tmp_path_factory):
     lines = ["[bridge_cg_plugin.encoders]", *(f"{name} = {value}" for name, value in entry_points().items())]
     (folder / "moonvit_graphs-0.1.dist-info/entry_points.txt").write_text("\n".join(lines))
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (folder, ROOT)))}
-    words = [json.dumps(given) for given in (ASKED, STARTS)]
+    words = [json.dumps(given) for given in (ASKED, STARTS, posted_layouts())]
     return json.loads(output([sys.executable, "-c", STANDS_IN, PRESET, *words], environment))
 
 
@@ -263,6 +281,18 @@ def test_what_bridge_refuses_is_refused_in_the_words_of_training(
     said = capsys.readouterr().err.splitlines()[-1]  # after what graphs come to
     assert said.startswith("Cannot ") and stands_in["starts"][number] == [2, "", f"{said}\n"]
     assert explain(capsys, *words) == (2, "", f"{said}\n")
+
+
+@newest
+def test_posted_layouts_start_where_eager_does_and_none_runs_eager_for_recompute(stands_in):
+    on_graphs = []
+    for name, ((status, out, err), (eager, _, refused)) in stands_in["posted"].items():
+        first = " ".join(out.partition("time a step:")[0].split())
+        assert (status, err) == (eager, refused), name
+        assert "recompute_granularity" not in first or name in EAGER_FOR_RECOMPUTE, first
+        on_graphs += [name] * (status == 0 and not first.startswith("on graphs: nothing"))
+        assert status or name in on_graphs or "parameters" in first, first
+    assert len(on_graphs) == 13
 
 
 @pytest.mark.parametrize("loop", LOOPS)
