@@ -18,10 +18,12 @@ from bridge_cg_plugin.graphs.buckets import Bucket
 from bridge_cg_plugin.graphs.errors import CaptureError, OtherRankFailed
 from bridge_cg_plugin.graphs.fallback import Fallback
 from bridge_cg_plugin.graphs.reports import BucketStatistics, RegionStatistics, metrics_of_ranks
+from bridge_cg_plugin.options import OptionError
 from bridge_cg_plugin.upstream.encoders.qwen3_vl import QWEN3_VL
 from bridge_cg_plugin.upstream.hooks import train_loop
 from bridge_cg_plugin.upstream.hooks.helpers.constructors import encoder_helper
 from bridge_cg_plugin.upstream.parallel.process_groups import consensus_of, shared_group, tensor_group
+from bridge_cg_plugin.upstream.parallel.watchdog import meet_ranks
 from bridge_cg_plugin.vision.encoder import OtherAttention
 from tests.ranks import run_ranks
 
@@ -309,6 +311,29 @@ def test_figures_of_ranks_are_sums_and_how_far_they_are_apart():
             "v/longest_pause_s": 2.0,
         }
     )
+
+
+NO_PLUGIN = (
+    "Cannot train on graphs: the plugin does not run in rank 1, 2. Install it on every machine, with BRIDGE_CG_PLUGIN "
+    "unset."
+)
+
+
+def met(without_plugin):
+    if distributed.get_rank() in without_plugin:
+        return ""
+    try:
+        meet_ranks(60.0 if not without_plugin else 1.0)
+    except OptionError as error:
+        return str(error)
+    return "met"
+
+
+def test_ranks_without_the_plugin_are_named_before_the_first_step(tmp_path):
+    for number, without in enumerate(((), (1, 2))):
+        (folder := tmp_path / str(number)).mkdir()
+        first, *others = run_ranks(3, met, folder, without)
+        assert first == ("met" if not without else NO_PLUGIN) and others == (["", ""] if without else ["met", "met"])
 
 
 def log_where_the_last_rank_has_no_encoder():

@@ -19,7 +19,7 @@ from ...announce import announce
 from ...graphs.manager import GraphManager
 from ...graphs.reports import RegionStatistics, merge_statistics, metrics_of_ranks, render_steps
 from ...options.graph_options import asks_for_graphs, asks_for_packed_graphs
-from ..parallel.watchdog import WATCHDOG, several_ranks
+from ..parallel.watchdog import WATCHDOG, meet_ranks, several_ranks
 from ..seams.patches import Patch, arguments_of
 from ..seams.registry import seam
 from ..wrappers import chunks_of, unwrapped
@@ -75,6 +75,7 @@ def _with_steps(old: Callable[..., Any]) -> Callable[..., Any]:
         with ExitStack() as stack:
             if several_ranks() and asks_for_graphs(state.cfg.model):
                 step, limit_s = f"step {state.train_state.step + 1}", 60.0 * state.cfg.dist.distributed_timeout_minutes
+                meet_ranks(limit_s)
                 stack.enter_context(WATCHDOG.during(step, limit_s))
             if driver is not None:
                 stack.enter_context(driver.step())

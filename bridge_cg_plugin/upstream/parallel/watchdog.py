@@ -1,4 +1,4 @@
-"""Watchdog: ends the process when a replay hangs because another rank did not join a collective.
+"""Watchdog: ends the process when a replay hangs because another rank did not join a collective, or has no plugin.
 
 NCCL's watchdog ends a rank whose collective timed out, without naming the step or the graph. It does not see the
 collectives inside a replayed graph: without this watchdog, a rank that hangs in one would hang for ever. The watchdog
@@ -6,17 +6,21 @@ is one thread of Python, so it does not run while a call holds the interpreter's
 """
 
 import faulthandler
+import functools
 import os
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 
 import torch
 from torch import distributed
 
 from ...announce import warn
+from ...options import OptionError
+from ...switches import PLUGIN
 
 # Exit status of a process that is ended here, the same as that of the `timeout` command.
 TIMEOUT_STATUS = 124
@@ -150,3 +154,30 @@ WATCHDOG = Watchdog(end_process)
 def several_ranks() -> bool:
     """Whether this process is one of several of a job."""
     return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
+
+
+@functools.cache
+def meet_ranks(limit_s: float) -> None:
+    """Let all ranks find each other before the first step: without the plugin, one would join none of its collectives.
+
+    Args:
+        limit_s: The time-out of the run's process groups in seconds; half of it is waited, so that this is told first.
+
+    Raises:
+        OptionError: Some did not come.
+    """
+    if not several_ranks():
+        return
+    store = distributed.distributed_c10d._get_default_store()
+    keys = [f"bridge_cg/{number}" for number in range(distributed.get_world_size())]
+    store.set(keys[distributed.get_rank()], "")
+    try:
+        store.wait(keys, timedelta(seconds=limit_s / 2))
+    except RuntimeError:
+        missing = [str(number) for number, key in enumerate(keys) if not store.check([key])]
+        if missing:
+            raise OptionError.because(
+                PLUGIN,
+                f"Cannot train on graphs: the plugin does not run in rank {', '.join(missing)}. Install it on every "
+                f"machine, with {PLUGIN} unset.",
+            ) from None
