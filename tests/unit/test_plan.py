@@ -85,7 +85,7 @@ PACKED = "qwen3_8b_sft_config"
     ],
 )
 def test_a_plan_is_for_the_layout_and_the_packing_of_a_recipe(histogram, recipe, words, layout, documents, longest):
-    given = ["plan", "packed", histogram, "--json", "--recipe", recipe, *words]
+    given = ["plan", "packed", histogram, *([recipe.upper()] if words else ["--recipe", recipe]), "--json", *words]
     done = subprocess.run([sys.executable, "-m", "bridge_cg_plugin.cli.main", *given], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
@@ -99,7 +99,7 @@ def test_a_plan_is_for_the_layout_and_the_packing_of_a_recipe(histogram, recipe,
         ([], "Cannot pack without --pack-size"),
         (["--pack-size", "100"], "Raise it, or cut with --truncate"),
         (["--pack-size", "2048", "--field", "foo"], "Cannot use --field: the file has lengths without fields"),
-        (["--truncate"], "Cannot use --truncate: there is no"),
+        (["--truncate"], "Cannot use --truncate: packs have no size"),
     ],
 )
 def test_the_command_refuses(histogram, capsys, arguments, message):

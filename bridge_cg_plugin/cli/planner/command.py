@@ -164,9 +164,9 @@ def add_arguments(plan: argparse.ArgumentParser) -> Mapping[str, argparse.Argume
     kinds = plan.add_subparsers(dest="kind", required=True, metavar="packed")
     packed = kinds.add_parser("packed", help="how many documents of a pack graphs take, from a dataset's lengths")
     packed.add_argument("data", type=Path, help="histogram .json, .jsonl, .parquet, .arrow, Bridge's packed files")
-    packed.add_argument(
-        "--recipe", type=str.lower, metavar="NAME", help="a recipe of Bridge's or a preset: its layout and packing"
-    )
+    named = "a recipe of Bridge's or a preset: its layout and packing"
+    packed.add_argument("recipe", nargs="?", default=argparse.SUPPRESS, metavar="RECIPE", help=named)
+    packed.add_argument("--recipe", metavar="RECIPE", help="the same")
     packed.add_argument("--pack-size", type=at_least_one, help="tokens of a pack, unless recipe or file have packs")
     packed.add_argument("--truncate", action="store_true", help="cut documents to the pack's size")
     packed.add_argument("--field", help="column or key with a document's length or tokens")
@@ -212,7 +212,7 @@ def plan_of_documents(arguments: argparse.Namespace) -> PackedPlan:
     found = read_documents(arguments.data, arguments.field)
     packing = Packing(size=arguments.pack_size)
     if arguments.recipe is not None:
-        packing = packing_of(arguments.recipe, arguments.pack_size)
+        packing = packing_of(arguments.recipe.lower(), arguments.pack_size)
     _refuse_unused(arguments, found, packing)
     unit = packing.layout.document_unit
     for length in (length for pack in found.packs for length in pack):
@@ -257,7 +257,7 @@ def packing_of(recipe: str, size: int | None) -> Packing:
 def _packed(lengths: tuple[int, ...], packing: Packing, truncate: bool) -> list[Pack]:
     size, multiple = packing.size, math.lcm(packing.multiple, packing.layout.document_unit)
     if size is not None and size % multiple:
-        raise PlanError(f"Cannot use --pack-size {size}: it must be a multiple of {multiple}, which ranks share.")
+        raise PlanError(f"Cannot pack into {size} tokens: they must be a multiple of {multiple}, which ranks share.")
     if size is not None and truncate:
         lengths = tuple(min(length, size) for length in lengths)
     lengths = padded_documents(lengths, multiple)
@@ -276,7 +276,7 @@ def _refuse_unused(arguments: argparse.Namespace, found: Documents, packing: Pac
     """
     unused = (
         (bool(found.packs), ("pack_size", "truncate", "field"), "the file holds packs"),
-        (packing.size is None, ("truncate",), "there is no --pack-size to cut to"),
+        (packing.size is None, ("truncate",), "packs have no size to cut to"),
         (not found.fields, ("field",), "the file has lengths without fields"),
     )
     for name, why in ((name, why) for holds, names, why in unused if holds for name in names):
