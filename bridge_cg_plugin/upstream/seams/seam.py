@@ -60,11 +60,11 @@ RUN_ONCE = (
 CONTAINERS = {
     "nemo-26.08": Release(
         *("0.6.2", "0.19.2", "2.18.0", "5.12.1", "2.13.0", "1.26.0"),
-        tests="seam tests, without a GPU; packs, not Qwen3-VL's encoder, on an H200 with PyTorch 2.11",
+        tests="seam tests, without a GPU; vision, packs and offloading on an H200 with PyTorch 2.11",
     ),
     "nemo-26.06": Release(
         *("0.5.1", "0.18.2", "2.16.0", "5.8.1", "2.12.0", "1.24.0"),
-        tests="seam tests but of encoders that its transformers lacks, without a GPU; packs without padding on an H200",
+        tests="seam tests but of encoders that its transformers lacks; vision and packs with Bridge 0.6 on an H200",
     ),
     "nemo-26.04": Release(*("0.4.2", "0.17.1", "2.14.0", "5.3.0", "2.11.0", ""), tests="not supported"),
 }
