@@ -5,7 +5,6 @@ import functools
 import importlib
 import re
 from collections.abc import Callable, Container, Iterator
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +12,6 @@ from bridge_cg_plugin.options import GraphOptions
 from bridge_cg_plugin.options.normalization import normalize
 from bridge_cg_plugin.upstream.hooks import training_config
 from bridge_cg_plugin.upstream.hooks.graph_fields import collect_for_start
-from bridge_cg_plugin.upstream.hooks.training_config import refused_start
 from bridge_cg_plugin.upstream.seams.patches import bridge_release
 from bridge_cg_plugin.upstream.seams.registry import SEAMS
 from bridge_cg_plugin.upstream.seams.seam import Seam
@@ -50,10 +48,11 @@ def check_training(
     if not recipes.installed():
         return check_bridge(recipe, config, options, gpus)
     with _beside_stand_ins(config, gpu):
-        known: set[str] = set()
-        note = lambda message: known.add(_NUMBERS.sub("", message))  # noqa: E731
-        refused_start(shipped, gpus or fewest_gpus(shipped.model), partial(_ready, note))
-        check_bridge(recipe, config, options, gpus, partial(_ready, partial(_refuse_new, known)))
+        said: list[str] = []
+        ready = functools.partial(_ready, said.append)
+        training_config.refused_start(shipped, gpus or fewest_gpus(shipped.model), ready)
+        refuse = functools.partial(_refuse_new, {_NUMBERS.sub("", message) for message in said})
+        check_bridge(recipe, config, options, gpus, functools.partial(_ready, refuse))
 
 
 def _refuse_new(known: Container[str], message: str) -> None:

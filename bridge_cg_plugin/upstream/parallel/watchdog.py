@@ -1,4 +1,4 @@
-"""Watchdog: ends the process when a replay hangs because another rank did not join a collective, or has no plugin.
+"""Ranks that do not come: to the first step, without the plugin, or to a collective inside a replay.
 
 NCCL's watchdog ends a rank whose collective timed out, without naming the step or the graph. It does not see the
 collectives inside a replayed graph: without this watchdog, a rank that hangs in one would hang for ever. The watchdog
@@ -166,8 +166,6 @@ def meet_ranks(limit_s: float) -> None:
     Raises:
         OptionError: Some did not come.
     """
-    if not several_ranks():
-        return
     store = distributed.distributed_c10d._get_default_store()
     keys = [f"bridge_cg/{number}" for number in range(distributed.get_world_size())]
     store.set(keys[distributed.get_rank()], "")
