@@ -1,5 +1,6 @@
 """megatron-core's recompute of activations inside graphs: as without it, and the layers run again in the backward."""
 
+from contextlib import nullcontext
 from functools import partial
 from itertools import count
 
@@ -209,6 +210,24 @@ def test_adapters_that_draw_are_refused():
     model = LoRA(target_modules=["linear_proj"], dim=4, alpha=8, dropout=0.1)(packs.new_model(), training=True)
     refused = pytest.raises(CaptureError, match=r"which a Dropout of p=0\.1 does: let it draw nothing")
     with packs.graphs_on(model, packs.pack(packs.WARMUP), capture=False, executor=TapeExecutor()) as graphs, refused:
+        let_whole_layers_be_recomputed(model, **FULL["each layer"])
+        graphs.capture()
+
+
+@pytest.mark.parametrize("module, drawn", [(recompute.TE_ATTENTION, "in vain"), ("elsewhere", "something")])
+def test_only_attention_of_the_engine_asks_in_vain(module, drawn):
+    """Transformer Engine's asks for a random state where its dropout is 0, too."""
+    model = packs.new_model()
+    attention = model.decoder.layers[0].self_attention.core_attention
+    plain = type(attention)
+
+    def forward(attention, *args, **kwargs):
+        torch.rand(1)
+        return plain.forward(attention, *args, **kwargs)
+
+    attention.__class__ = type("DotProductAttention", (plain,), {"__module__": module, "forward": forward})
+    expected = nullcontext() if drawn == "in vain" else pytest.raises(CaptureError, match="which a layer does")
+    with packs.graphs_on(model, packs.pack(packs.WARMUP), capture=False, executor=TapeExecutor()) as graphs, expected:
         let_whole_layers_be_recomputed(model, **FULL["each layer"])
         graphs.capture()
 

@@ -23,7 +23,7 @@ from ...graphs.instance import every_module
 from ...graphs.recordings.capture import default_generator
 from ...offload.registry import View, current_registry, derive, scoped, view_of
 from ..seams.registry import seam
-from ..seams.registry.engine import TE_LAYERNORM_LINEAR
+from ..seams.registry.engine import TE_ATTENTION, TE_LAYERNORM_LINEAR
 from ..seams.states import fits
 from ..wrappers import overridden
 from .transformer_engine import in_linear_modules
@@ -31,6 +31,7 @@ from .transformer_engine import in_linear_modules
 # Attention draws below a fork of its own, other dropout where a decoder forks around its layers.
 ATTENTION, HIDDEN = "attention_dropout", "hidden_dropout"
 CPU = torch.device("cpu")
+ENGINES_ATTENTION = (TE_ATTENTION, "DotProductAttention")
 
 
 def random_states() -> tuple[torch.Generator, ...]:
@@ -163,7 +164,7 @@ def _first_run() -> Iterator[None]:
 def _drawing_nothing(modules: Sequence[nn.Module], given: Sequence[Any]) -> Iterator[None]:
     """Refuse draws inside, as of an adapter's dropout; warm-up passes come before a capture, which cannot tell.
 
-    Attention forks the tracker's states inside; up to Transformer Engine 2.18 it draws there without dropout, too.
+    Attention of Transformer Engine asks for a state without dropout, too, which changes no value.
 
     Raises:
         CaptureError: Something drew, which a second run would draw otherwise.
@@ -175,13 +176,20 @@ def _drawing_nothing(modules: Sequence[nn.Module], given: Sequence[Any]) -> Iter
     generator = default_generator(device)
     before = generator.get_state()
     yield
-    if not torch.equal(before, generator.get_state()):
-        dropouts = (each for each in every_module(modules) if isinstance(each, _DropoutNd) and each.training)
-        named = next((f"a {type(each).__name__} of p={each.p}" for each in dropouts if each.p), "a layer")
+    if torch.equal(before, generator.get_state()):
+        return
+    inside = every_module(modules)
+    dropouts = (each for each in inside if isinstance(each, _DropoutNd) and each.training and each.p)
+    named = next((f"a {type(each).__name__} of p={each.p}" for each in dropouts), "")
+    if named or not any(_asks_without_dropout(type(each)) for each in inside):
         raise CaptureError(
-            f"recompute inside a graph would draw other random numbers than its forward, which {named} does: let it "
-            "draw nothing, or recompute nothing"
+            "recompute inside a graph would draw other random numbers than its forward, which "
+            f"{named or 'a layer'} does: let it draw nothing, or recompute nothing"
         )
+
+
+def _asks_without_dropout(kind: type[nn.Module]) -> bool:
+    return any((base.__module__, base.__name__) == ENGINES_ATTENTION for base in kind.__mro__)
 
 
 def _recomputed(
