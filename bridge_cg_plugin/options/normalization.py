@@ -93,7 +93,9 @@ def choose(written: Written) -> tuple[Written, tuple[Part, ...]]:
     # How packs are captured matters with graphs of the language model only, which are chosen after the encoder's.
     free = not any(_is_set(written, switch) for switch in (IMPL, *SWITCHES))
     packs = {name: value for name, value in written.fields.items() if free and name == MAX_PACKED_SEQS}
-    written = _without(written, packs)
+    # While graphs are off, a recipe's modules are captured by nobody.
+    idle = {MODULES, SCOPE} - written.explicit if free else set()
+    written = _without(written, packs.keys() | idle)
     if VISION_IMPL in written.fields or written.model is None:
         written = _taken(written, facts, VISION_ENCODER, _vision(setting), (VISION_IMPL,), parts)
     written = replace(written, fields={**written.fields, **packs})

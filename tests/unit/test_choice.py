@@ -186,6 +186,17 @@ def test_whole_layers_that_a_recipe_names_beside_graphs_that_are_off_stand_in_no
     assert parts["language model"].graphs == "eager"
 
 
+@pytest.mark.parametrize("modules", ["cuda_graph_modules", "cuda_graph_scope"])
+def test_modules_of_graphs_that_a_recipe_keeps_off_are_chosen_anew(modules):
+    """As in Bridge's recipes of Qwen3.5 with experts, which name routers beside graphs that are off."""
+    off = {"cuda_graph_impl": "none", "vision_cuda_graph_impl": "none"}
+    recipe = SimpleNamespace(**DENSE, **MOE, **off, **{modules: ["moe_router", "moe_preprocess"]})
+    many = SimpleNamespace(**vars(recipe), expert_model_parallel_size=8)
+    assert [chosen(each)[1]["language model"].graphs for each in (recipe, many)] == [REGION, ROUTERS]
+    written, _ = normalize(many, {"cuda_graph_modules": ["moe_router"]})
+    assert [module.name for module in written.language_model.modules] == ["moe_router"]
+
+
 @pytest.mark.parametrize(
     "field, value",
     [("vision_cuda_graph_buckets", [6]), ("max_vision_cuda_graph_seq_length", 6), ("cuda_graph_packed_buckets", [0])],
