@@ -326,6 +326,38 @@ def test_every_recipe_with_graphs_names_the_nearest_that_was_measured(stands_in)
     assert {unnamed[name][1] for name in unnamed.keys() - open_ones} == {"eager's"}
 
 
+# What the documentation says of a language model, and what `explain` does.
+DOCUMENTED = {
+    "packs": r"language model\.$",
+    "layers": "all layers as one region by the plugin",
+    "each layer by Transformer Engine": "per-layer graphs of whole layers by Transformer Engine",
+    "routers": "per-layer graphs of attention, the MoE router and MoE preprocessing",
+    "eager: Mamba beside images": "language model eager",
+    "eager or not known": "language model (eager|not known)",
+    "": "Bridge refuses it",
+}
+
+
+@newest
+def test_every_recipe_of_a_model_with_images_is_documented(stands_in):
+    said = {name: answer for name, (answer, _) in stands_in["asked"].items()} | stands_in["refused"]
+    pages = (ROOT / "docs/recipes.md").read_text().partition("## Recipes\n")[2].split("## Other recipes\n")
+    models, others = (re.findall(r"^\| (`.*) \| (.*) \| (.*?) ?\|$", page, re.MULTILINE) for page in pages)
+    described = tuple(row[0].partition("` ")[0].strip("`") for row in models)
+    rest = {name for name in said if re.search("_vl_|_omni_|45v_", name) and "_vision_graphs_" not in name}
+    rest -= {name for name in rest if name.startswith(described)}
+    for names, encoder, language_model in others:
+        pattern = "|".join(names.replace("`", "").split(", "))
+        pattern = re.sub("{(.*?)}", lambda match: f"({match[1].replace(',', '|')})", pattern).replace("*", ".*")
+        found = {name for name in said if re.fullmatch(pattern, name)}
+        assert found, names
+        rest -= found
+        for name in found:
+            assert re.search(DOCUMENTED[language_model], said[name].partition(". ")[0] + "."), (name, said[name])
+            assert encoder[:6] != "graphs" or said[name].startswith("vision encoder"), said[name]
+    assert not rest
+
+
 @newest
 def test_a_broken_seam_refuses_what_asks_for_its_feature_only(stands_in):
     (status, out, err), (without, *_) = stands_in["broken"]

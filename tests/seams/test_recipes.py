@@ -249,13 +249,6 @@ def test_the_documented_presets_are_the_presets(bridge):
     assert [row[:4] for row in table("Presets")] == expected
 
 
-def test_the_documented_recipes_of_packs_are_those_of_the_tests(bridge):
-    expected = [
-        (base, str(gpus_of(bridge, base)), str(getattr(bridge, base)().dataset.seq_length)) for base in PACKED_BASES
-    ]
-    assert table("Packed documents") == expected
-
-
 def test_the_documented_limits_are_the_limits():
     assert table("GPUs") == [(name, str(tokens)) for name, tokens in GPUS.items()]
 

@@ -12,17 +12,19 @@ from megatron.core import parallel_state
 from megatron.core.enums import ModelType
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.process_groups_config import ProcessGroupCollection
+from torch.nn import functional
 
 from examples.photographs.small_tower import vision_config
 
+from .packs import CausalSegments
 from .vlm import FIELDS, HEADS, HIDDEN, SEQUENCE, WIDTH, language_layers, on_cpu, sample, state
 
 LAYERS = 8
 IMAGES = ([(4, 4)], [(4, 8), (4, 4)], [(8, 8)], [(4, 4), (4, 4)])
 
 
-def provider_of(stages: int, virtual: int | None = None):
-    """Return the provider of a small model in fp32."""
+def provider_of(stages: int, virtual: int | None = None, packs: bool = False):
+    """Return the provider of a small model in fp32; stages exchange packs of any length, or rows of one."""
     made = qwen3_vl_provider.Qwen3VLModelProvider(
         num_layers=LAYERS,
         **FIELDS,
@@ -40,6 +42,7 @@ def provider_of(stages: int, virtual: int | None = None):
         pipeline_model_parallel_size=stages,
         virtual_pipeline_model_parallel_size=virtual,
     )
+    made._enable_in_batch_packing = packs
     made.finalize()
     made._pg_collection = ProcessGroupCollection.use_mpu_process_groups()
     return made
@@ -47,9 +50,10 @@ def provider_of(stages: int, virtual: int | None = None):
 
 def build_stage(provider):
     """Return this rank's model chunks, with weights that depend on their place in the whole model alone."""
-    spec = mock.patch.object(
-        qwen3_vl_provider, "get_gpt_layer_with_transformer_engine_spec", lambda **_: language_layers()
-    )
+    layers = language_layers()
+    if provider._enable_in_batch_packing:
+        layers.submodules.self_attention.submodules.core_attention = CausalSegments
+    spec = mock.patch.object(qwen3_vl_provider, "get_gpt_layer_with_transformer_engine_spec", lambda **_: layers)
     with on_cpu(), spec:
         chunks = model_provider._create_model(provider, ModelType.encoder_or_decoder, provider._pg_collection)
     for chunk in chunks:
@@ -75,21 +79,37 @@ def placed(chunk):
         yield name, parameter
 
 
+def pack_of(samples):
+    """Return samples as rows of one batch, which Bridge's step packs."""
+    most = max(each["tokens"].shape[1] for each in samples)
+    batch = {
+        name: torch.cat([functional.pad(each[name], (0, most - each[name].shape[1])) for each in samples])
+        for name in ("tokens", "labels", "loss_mask")
+    }
+    visual = [each["visual_inputs"] for each in samples]
+    pixels, grids = (torch.cat([getattr(each, name) for each in visual]) for name in ("pixel_values", "image_grid_thw"))
+    return {**batch, "visual_inputs": type(visual[0])(pixels, grids)}
+
+
 def train_step(chunks, microbatches: int, seed: int = 0):
     """Run a step of Bridge's forward step under megatron-core's schedule; return its losses and all gradients."""
     samples = [sample(IMAGES[i % len(IMAGES)], seed + i) for i in range(microbatches)]
+    bridges = state(False)
+    if packs := chunks[0].config._enable_in_batch_packing:
+        bridges.cfg.dataset.enable_in_batch_packing = True
+        samples = [pack_of([each, sample(IMAGES[0], seed - i)]) for i, each in enumerate(samples)]
     for chunk in chunks:
         for parameter in chunk.parameters():
             parameter.grad = None
     schedule, groups = schedules.get_forward_backward_func(), {"pg_collection": chunks[0].pg_collection}
     with on_cpu(), mock.patch.object(torch.cuda, "synchronize", lambda: None):
         reports = schedule(
-            forward_step_func=partial(qwen3_vl_step.forward_step, state(False)),
+            forward_step_func=partial(qwen3_vl_step.forward_step, bridges),
             data_iterator=[iter(copy.deepcopy(samples)) for _ in chunks],
             model=chunks,
             num_microbatches=microbatches,
             seq_length=SEQUENCE,
-            micro_batch_size=1,
+            micro_batch_size=1 + packs,
             forward_only=False,
             **({} if parallel_state.get_pipeline_model_parallel_world_size() > 1 else groups),
         )

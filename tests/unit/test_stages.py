@@ -79,12 +79,18 @@ def test_stages_train_as_the_whole_model_eager_and_on_graphs(tmp_path, whole, st
     assert {name for eager, _, _ in ranks for name in eager[1]} == gradients.keys()
 
 
-def eager_and_layers(stages, virtual, microbatches):
+ROWS = {"cuda_graph_impl": "full_iteration"}
+
+
+def eager_and_layers(stages, virtual, microbatches, packs):
     """Train a step eager, and one with the language model's layers on graphs; return both and what was replayed."""
-    provider = provider_of(stages, virtual)
+    provider = provider_of(stages, virtual, packs)
+    fields = {"cuda_graph_impl": "transformer_engine", "cuda_graph_max_packed_seqs": 2} if packs else ROWS
+    vars(provider).update(fields)  # before Bridge's model looks at them
     chunks = build_stage(provider)
+    provider.cuda_graph_impl = "none"
     eager = train_step(chunks, microbatches)
-    provider.cuda_graph_impl = "full_iteration"
+    vars(provider).update(fields)
     constant = calculator.ConstantNumMicroBatchesCalculator(microbatches, 1, 1, False, 0)
     calculator._GLOBAL_NUM_MICROBATCHES_CALCULATOR = constant
     LOOPS.bridges_driver(chunks, provider)
@@ -105,10 +111,11 @@ def eager_and_layers(stages, virtual, microbatches):
     return eager, graphed, found
 
 
+@pytest.mark.parametrize("packs", [False, True], ids=["rows", "packs"])
 @pytest.mark.parametrize("virtual", [None, 2], ids=["PP2", "PP2, interleaved"])
-def test_layers_of_stages_train_as_eager(tmp_path, virtual):
+def test_layers_of_stages_train_as_eager(tmp_path, virtual, packs):
     """Upstream has all layers that add features of images on the first stage, in its first chunk."""
-    ranks = run_ranks(2, eager_and_layers, tmp_path, 2, virtual, 8, **pipeline(2, virtual))
+    ranks = run_ranks(2, eager_and_layers, tmp_path, 2, virtual, 8, packs, **pipeline(2, virtual))
     for rank, ((eager_losses, eager), (graphed_losses, graphed), found) in enumerate(ranks):
         assert flat(graphed_losses) == flat(eager_losses)
         assert_close([graphed[name] for name in eager], list(eager.values()), 1e-5)
