@@ -106,7 +106,8 @@ TENSORS = "model.tensor_model_parallel_size"
         (SFT, [FP8, f"{TENSORS}=2"], "eager", f"eager ({TENSORS}=2: it must be 1 with"),
     ],
 )
-def test_a_dry_run_prints_what_explain_names_and_trains_nothing(trained, capsys, recipe, words, runs, why):
+def test_a_dry_run_prints_what_explain_names_and_trains_nothing(trained, capsys, monkeypatch, recipe, words, runs, why):
+    monkeypatch.setenv("COLUMNS", "10000")
     words = [recipe, "cuda_graphs=exact", CHECKPOINT, *words]
     assert run_recipe.main(["--recipe", *words, "--dry-run"]) == 0
     head, *printed = capsys.readouterr().out.splitlines()
@@ -121,8 +122,11 @@ def test_a_dry_run_prints_what_explain_names_and_trains_nothing(trained, capsys,
 def test_a_dry_run_needs_no_checkpoint_and_training_does(trained, capsys, monkeypatch):
     assert run("--dry-run", "checkpoint.load=/absent") == 0
     said = "Cannot fine-tune without a checkpoint, and there is no run to resume in checkpoint.load=/absent."
-    assert f"to train: {said}" in capsys.readouterr().out and trained == []
+    assert f"to train: {said}" in " ".join(capsys.readouterr().out.split()) and trained == []
     assert said in first_look.refusal(["--recipe", SFT, "checkpoint.load=/absent"])
+    monkeypatch.setenv("COLUMNS", "80")
+    assert run("--dry-run", CHECKPOINT, "cuda_graphs=exact") == 0
+    assert max(map(len, capsys.readouterr().out.splitlines())) <= 80
 
 
 def test_bridges_checks_change_neither_the_configuration_nor_the_process(sft, bridge, monkeypatch):
@@ -175,6 +179,7 @@ def test_a_first_look_refuses_before_pytorch_is_imported(sft, imports, words, sa
 
 
 def test_a_dry_run_out_of_reach_of_the_hub_is_answered_by_the_first_look(sft, monkeypatch, tmp_path):
+    monkeypatch.setenv("COLUMNS", "10000")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
     command = ["--recipe", sft, "--dry-run", "cuda_graphs=exact"]
