@@ -1,5 +1,6 @@
 """One setting for all graphs: what it comes to by model, data and layout, and what wins over it."""
 
+import importlib.metadata
 import re
 from types import SimpleNamespace
 
@@ -174,6 +175,15 @@ def test_a_number_of_documents_asks_for_packs_and_keeps_nothing_else_from_graphs
     options, parts = chosen({**data, "cuda_graph_max_packed_seqs": 64, "cpu_offloading": True})
     assert options.vision.enabled and not options.packed.enabled and parts["language model"].graphs == "eager"
     graph_options({**data, "cuda_graph_max_packed_seqs": 64, "cpu_offloading": True})
+
+
+@pytest.mark.parametrize("setting, attention", [("fastest", "flash"), ("exact", "auto")])
+def test_the_fastest_kernels_include_flash_attention_where_its_package_is_installed(monkeypatch, setting, attention):
+    sources = SimpleNamespace(**DENSE, vision_cuda_graph_impl="none"), f"cuda_graphs={setting}"
+    assert chosen(*sources)[0].vision.attention == "auto"
+    monkeypatch.setattr(importlib.metadata, "version", {"flash-attn-4": "4.0.0b36"}.__getitem__)
+    assert chosen(*sources)[0].vision.attention == attention
+    assert chosen(*sources, "vision_cuda_graph_attention=cudnn")[0].vision.attention == "cudnn"
 
 
 def test_whole_layers_that_a_recipe_names_beside_graphs_that_are_off_stand_in_no_ones_way():

@@ -22,12 +22,12 @@ from torch.autograd.function import once_differentiable
 
 from ...announce import warn
 from ...graphs.errors import named
+from ...options.normalization import FLASH_ATTENTION as PACKAGE
 from ...vision.kernels.cudnn_attention import refuse_capture
 from ...vision.kernels.packed_attention import masked_attention
 from ...vision.kernels.padding import clear_padding
 from ..wrappers import overridden
 
-PACKAGE = "flash-attn-4"
 INTERFACE = "flash_attn.cute.interface"
 HOPPER = (9, 0)
 # Bounds of the largest segment, in tokens, from which it was faster on an H200: docs/benchmarks/vision_bench.jsonl.
