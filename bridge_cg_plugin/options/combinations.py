@@ -130,7 +130,8 @@ def _layers(options: GraphOptions, facts: Facts) -> str:
     return packs(options, facts) or padded_rows(options, facts)
 
 
-def _whole_moe_layers(options: GraphOptions, facts: Facts) -> str:
+def whole_moe_layers(options: GraphOptions, facts: Facts) -> str:
+    """Return that whole layers with experts are on graphs; empty where they are not."""
     if not facts.moe or options.language_model.modules:
         return ""
     beside = packs(options, facts)
@@ -396,12 +397,12 @@ ALLOWED: tuple[tuple[Feature, str | Feature, Mapping[str, tuple[str, str]]], ...
         {"model.fp8_recipe": ("tensorwise with parts of layers", "Eager updates scales in what a replay leaves out")},
     ),
     (
-        _where(_whole_moe_layers, lambda options, facts: not switched_on(EXPERT_BOUNDS, False)),
+        _where(whole_moe_layers, lambda options, facts: not switched_on(EXPERT_BOUNDS, False)),
         _eager_experts,
         {"model.expert_tensor_parallel_size": ("1", f"Parts of experts were not measured; see {EXPERT_BOUNDS}")},
     ),
     (
-        _whole_moe_layers,
+        whole_moe_layers,
         _eager_experts,
         {
             **{
@@ -413,12 +414,12 @@ ALLOWED: tuple[tuple[Feature, str | Feature, Mapping[str, tuple[str, str]]], ...
         },
     ),
     (
-        _where(_whole_moe_layers, _router_loss),
+        _where(whole_moe_layers, _router_loss),
         _eager_experts,
         {f"model.{FUSION}": ("false with a router's loss", _EXPERTS)},
     ),
     (
-        _where(_whole_moe_layers, lambda options, facts: facts.expert_adapters),
+        _where(whole_moe_layers, lambda options, facts: facts.expert_adapters),
         _eager_experts,
         {"peft.target_modules": ("other layers than experts'", "Graphs compute experts' products without adapters")},
     ),

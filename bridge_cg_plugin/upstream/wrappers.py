@@ -1,6 +1,6 @@
 """Modules in which Megatron wraps a model."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -11,6 +11,7 @@ from ..graphs.changes.dict_watch import WATCHER
 from ..graphs.instance import modules_where
 
 WRAPPER_DEPTH = 8
+MAX_SEQLENS = ("max_seqlen_q", "max_seqlen_kv")
 # Where a model holds the model that has parts of its own.
 INNER_MODELS = ("model", "thinker")
 
@@ -45,6 +46,19 @@ def config_of(model: nn.Module | Sequence[nn.Module]) -> Any:
     """Return the config of a model under any wrapper; None without one."""
     chunks = chunks_of(model)
     return getattr(unwrapped(chunks[0])[-1], "config", None) if chunks else None
+
+
+def pack_params(offsets: Mapping[str, Any], longest: int, **others: Any) -> Any:
+    """Return megatron-core's metadata of a pack; a bound of lengths that is a number, so that nothing reads the device.
+
+    Args:
+        offsets: `cu_seqlens` by name, `[documents + 1]` int32.
+        longest: No document has more tokens.
+        others: Further fields.
+    """
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    return PackedSeqParams(qkv_format="thd", **offsets, **dict.fromkeys(MAX_SEQLENS, longest), **others)
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from bridge_cg_plugin.upstream.encoders.glm45v import GLM45V
 from bridge_cg_plugin.upstream.encoders.pixtral import PIXTRAL
 from bridge_cg_plugin.upstream.encoders.qwen3_omni import QWEN3_OMNI
 from bridge_cg_plugin.upstream.encoders.qwen25_vl import QWEN25_OMNI, QWEN25_VL
-from bridge_cg_plugin.upstream.encoders.registry import find_encoder, find_encoders
+from bridge_cg_plugin.upstream.encoders.registry import find_encoders
 from bridge_cg_plugin.upstream.encoders.siglip import SIGLIP
 from bridge_cg_plugin.upstream.hooks.helpers import constructors as helpers
 from bridge_cg_plugin.upstream.hooks.helpers import graph_helper
@@ -56,7 +56,7 @@ def process(active):
 
 def graphs_on(model, **options):
     """Return a helper whose graphs are captured."""
-    helper = new_helper(find_encoder(model).model, [model], **{"buckets": BUCKETS, **options})
+    helper = new_helper(find_encoders(model)[0].model, [model], **{"buckets": BUCKETS, **options})
     helper.create_cudagraphs()
     return helper
 
@@ -102,7 +102,7 @@ def test_steps_of_the_train_loop_drive_the_graphs(build, sample, sizes, family, 
     (helper,) = (h for h in graph_helper.active_helpers() if h.graphs.model is model.get_submodule(attribute))
     statistics = helper.graphs.statistics()
     assert (statistics.warmup_microbatches, statistics.replays, statistics.fallbacks) == (1, 2, {})
-    assert find_encoder([nn.Sequential(), model]).family is family
+    assert find_encoders([nn.Sequential(), model])[0].family is family
     for each in graph_helper.active_helpers():
         each.delete_cuda_graphs()
 

@@ -8,11 +8,13 @@ import pytest
 import torch
 
 from bridge_cg_plugin.graphs.instance import InstanceMethod
+from bridge_cg_plugin.language.packed.batch import OFFSETS
 from bridge_cg_plugin.options import VisionGraphOptions
 from bridge_cg_plugin.upstream.encoders import direct_attention
-from bridge_cg_plugin.upstream.encoders.qwen3_vl import QWEN3_VL, pack_segments
+from bridge_cg_plugin.upstream.encoders.qwen3_vl import QWEN3_VL
 from bridge_cg_plugin.upstream.kernels import layers as layer_kernels
 from bridge_cg_plugin.upstream.seams.registry.engine import TE_ATTENTION_BACKENDS
+from bridge_cg_plugin.upstream.wrappers import pack_params
 from bridge_cg_plugin.vision.encoder import OtherAttention, RecordedKernels
 from tests.unit.towers import new_tower
 
@@ -51,7 +53,7 @@ def qkv(tokens=300, dtype=torch.bfloat16):
 
 
 def packed(segments=4, largest=128):
-    return pack_segments(torch.zeros(segments + 1, dtype=torch.int32), largest)
+    return pack_params(dict.fromkeys(OFFSETS, torch.zeros(segments + 1, dtype=torch.int32)), largest)
 
 
 def mask(name="no_mask"):
@@ -78,7 +80,7 @@ def test_packed_segments_of_one_projection_attend_directly(attention):
     assert attends(attention, qkv(768), packed_seq_params=packed(1, 768))
 
 
-CHANGED = pack_segments(torch.zeros(5, dtype=torch.int32), 128)
+CHANGED = pack_params(dict.fromkeys(OFFSETS, torch.zeros(5, dtype=torch.int32)), 128)
 CHANGED.cu_seqlens_kv = CHANGED.cu_seqlens_q.clone()
 
 

@@ -13,6 +13,7 @@ from torch import nn
 from bridge_cg_plugin.graphs.errors import CaptureError
 from bridge_cg_plugin.upstream.decoder import block
 from bridge_cg_plugin.upstream.encoders import radio
+from bridge_cg_plugin.upstream.kernels import layers
 from bridge_cg_plugin.upstream.kernels.recompute import random_states, usable_random_states
 from bridge_cg_plugin.upstream.kernels.transformer_engine import accumulating, device_lengths, fused_accumulation
 from bridge_cg_plugin.upstream.seams.registry.engine import TE_ATTENTION_BACKENDS, TE_ATTENTION_UTILS
@@ -89,9 +90,9 @@ def unknown():
 @pytest.fixture
 def unpacked(monkeypatch):
     """What recordings of attention that is not packed are entered into, by what they are of."""
-    monkeypatch.setattr(block, "usable_random_states", lambda modules: nullcontext())  # there are none on a CPU
-    layers = block.TransformerBlockFamily(new_qwen().decoder, packs=False)
-    return {"RADIO": radio.recording_kernels, "padded rows": layers.kernels}
+    monkeypatch.setattr(layers, "usable_random_states", lambda modules: nullcontext())  # there are none on a CPU
+    family = block.TransformerBlockFamily(new_qwen().decoder, packs=False)
+    return {"RADIO": radio.RADIO.kernels, "padded rows": family.kernels}
 
 
 @pytest.fixture

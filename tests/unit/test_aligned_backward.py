@@ -35,10 +35,10 @@ def test_an_aligned_backward_computes_what_is_asked_for():
 def test_linear_layers_with_a_bias_are_swapped_where_there_are_kernels(shape, monkeypatch):
     model, x = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8, bias=False)), torch.randn(shape, requires_grad=True)
     expected = torch.autograd.grad(model(x).square().sum(), [x, *model.parameters()])
-    with packed_towers.aligned_backward([model]):
+    with packed_towers.reordering_kernels([model]):
         assert not any("forward" in vars(linear) for linear in model)
     monkeypatch.setattr(packed_towers, "has_kernels", lambda tensor: True)
-    with packed_towers.aligned_backward([model]):
+    with packed_towers.reordering_kernels([model]):
         assert ["forward" in vars(linear) for linear in model] == [True, False]
         found = torch.autograd.grad(model(x).square().sum(), [x, *model.parameters()])
     assert_close(found, expected, TOLERANCE)

@@ -71,12 +71,12 @@ def images(count):
 
 def test_it_is_found_in_a_model_once_its_package_is_installed(installed):
     model = MeanModel()
-    assert registry.find_encoder(model) is None
+    assert registry.find_encoders(model) == []
     forget()
     installed()
-    found = registry.find_encoder([torch.nn.Identity(), model])
+    (found,) = registry.find_encoders([torch.nn.Identity(), model])
     assert (found.model, found.holder, found.family.name) == (model.eyes, model, "MeanTower")
-    assert registry.find_encoder(new_tower()).family.name == "Qwen3-VL"
+    assert registry.find_encoders(new_tower())[0].family.name == "Qwen3-VL"
 
 
 def test_a_program_that_returns_no_tuple_is_named(installed, monkeypatch):
@@ -107,8 +107,8 @@ def test_its_replays_equal_eager_to_the_bit(installed):
 def test_a_package_that_cannot_be_used_is_told_and_left_out(installed, value, caplog):
     installed(value)
     with caplog.at_level(logging.WARNING, "bridge_cg_plugin"):
-        assert registry.find_encoder(MeanModel()) is None
-    assert registry.find_encoder(new_tower()) is not None
+        assert registry.find_encoders(MeanModel()) == []
+    assert registry.find_encoders(new_tower())
     (said,) = [record.getMessage() for record in caplog.records]
     assert value in said and "bridge_cg_plugin.encoders" in said
 
@@ -120,8 +120,8 @@ def test_one_that_fails_in_a_model_is_told_once_and_found_nowhere(monkeypatch, c
     broken = dataclasses.replace(ENCODER, name="broken", find=fails)
     monkeypatch.setattr(registry, "encoders", lambda: (broken, *registry.ENCODERS))
     monkeypatch.setattr(registry, "_failed", set())
-    assert registry.find_encoder([MeanModel(), MeanModel()]) is None
-    assert registry.find_encoder(new_tower()) is not None
+    assert registry.find_encoders([MeanModel(), MeanModel()]) == []
+    assert registry.find_encoders(new_tower())
     (said,) = [record.getMessage() for record in caplog.records if "broken" in record.getMessage()]
     assert "no such part" in said
 
@@ -181,9 +181,9 @@ def test_the_layers_are_found_where_bridge_holds_the_tower():
     model = torch.nn.Module()
     model.vision_tower, model.config = tower, SimpleNamespace()
     for holder in (model, tower, tower.encoder):
-        found = registry.find_encoder([torch.nn.Identity(), holder])
+        (found,) = registry.find_encoders([torch.nn.Identity(), holder])
         assert found.family is region().MOONVIT and found.model is tower.encoder
-    assert registry.find_encoder(torch.nn.Linear(2, 2)) is None
+    assert registry.find_encoders(torch.nn.Linear(2, 2)) == []
 
 
 @with_moonvit

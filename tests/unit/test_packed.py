@@ -11,7 +11,7 @@ from bridge_cg_plugin.cli.planner.command import place
 from bridge_cg_plugin.graphs.errors import CaptureError
 from bridge_cg_plugin.language.packed.batch import OFFSETS, pack_batch
 from bridge_cg_plugin.upstream.decoder.block import TransformerBlockFamily
-from bridge_cg_plugin.upstream.decoder.layers import MAX_SEQLENS
+from bridge_cg_plugin.upstream.wrappers import MAX_SEQLENS
 
 from ..main_grads import hook_main_grads, reduced
 from .packs import (

@@ -22,7 +22,8 @@ from bridge_cg_plugin.language.packed.batch import (
     token_angles,
 )
 from bridge_cg_plugin.upstream.decoder.block import TransformerBlockFamily, takes_longest
-from bridge_cg_plugin.upstream.decoder.layers import MAX_SEQLENS, packed_params
+from bridge_cg_plugin.upstream.decoder.layers import packed_params
+from bridge_cg_plugin.upstream.wrappers import MAX_SEQLENS
 
 from .packs import ends
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from bridge_cg_plugin.attention_bounds import frame_limits, scanned_limits
 from bridge_cg_plugin.options import OptionError
 from bridge_cg_plugin.upstream.encoders.radio import PACKED_RADIO, RADIO
-from bridge_cg_plugin.upstream.encoders.registry import find_encoder
+from bridge_cg_plugin.upstream.encoders.registry import find_encoders
 
 from .hugging_face_towers import assert_equal_results, change_behind_the_hosts_back, results
 from .radio_towers import PATCH, TOKENS, new_radio, run_images, run_tiles, segments_of
@@ -27,12 +27,12 @@ def test_each_kind_is_found_in_a_model_of_megatron_core():
         for holder in (tower, torch.nn.Module(), torch.nn.Module()):
             if holder is not tower:
                 holder.vision_model = tower
-            found = find_encoder(holder)
+            (found,) = find_encoders(holder)
             assert found.family is family and found.model is tower.decoder
         bridges = torch.nn.Module()
         bridges.llava_model = torch.nn.Module()
         bridges.llava_model.vision_model = tower
-        assert find_encoder(bridges).model is tower.decoder
+        assert find_encoders(bridges)[0].model is tower.decoder
 
 
 def assert_replays_are_eagers(model, run, sizes, options):

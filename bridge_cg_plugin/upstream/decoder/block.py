@@ -27,16 +27,16 @@ from ...options.normalization import MOST_EXPERT_RANKS
 from ...options.packed import MAX_PACKED_SEQS
 from ...switches import EXPERT_BOUNDS, switched_on
 from ...upstream_types import UpstreamModule
-from ..kernels.layers import fused_head_norms, kernels_available
-from ..kernels.recompute import computing_inside, known_activations, recomputing, usable_random_states
+from ..kernels.layers import core_kernels, fused_head_norms
+from ..kernels.recompute import computing_inside, known_activations
 from ..kernels.rotary import fused_rotary
-from ..kernels.transformer_engine import accumulating, device_lengths, forget_attention_selection, fused_accumulation
+from ..kernels.transformer_engine import accumulating, fused_accumulation
 from ..parallel.process_groups import expert_group, expert_shards, shared_group
 from ..seams.contract import PACKED_ROTARY
-from ..seams.own_code import refuse_foreign, refuse_own_code
+from ..seams.own_code import foreign, foreign_function, refuse_own_code
 from ..seams.registry import seam
 from ..seams.registry.bridge import ATTENTION as QWEN_ATTENTION
-from ..wrappers import overridden
+from ..wrappers import MAX_SEQLENS, overridden
 from .experts import CapturedExperts, needs_noted, statistics_kept, statistics_of
 from .fp8 import (
     ROWS,
@@ -51,21 +51,18 @@ from .fp8 import (
     is_on_around,
 )
 from .layers import (
-    MAX_SEQLENS,
     PackChunks,
-    attention_and_router_part,
     attention_part,
     check_exchange,
-    check_mamba_layer,
     current_parameters,
     delta_net_refusal,
     is_delta_net,
     is_mamba,
+    is_mixer,
     mamba_part,
     mlp_part,
     packed_params,
     refuse_statistics,
-    router_part,
 )
 
 # Which in a dense model are the whole layer.
@@ -116,9 +113,7 @@ class TransformerBlockFamily:
         self.exchange: ExpertExchange | None = None
         self._mamba = [layer for layer in decoder.layers if is_mamba(layer)]
         self._transformer = [layer for layer in decoder.layers if not is_mamba(layer)]
-        for layer in self._mamba:
-            check_mamba_layer(layer)
-        for layer in self._transformer:
+        for layer in decoder.layers:
             _check_layer(layer, packs)
         self.per_position = not any(_is_qwen(layer) for layer in self._transformer)
         self._delta_nets = any(is_delta_net(layer.self_attention) for layer in self._transformer)
@@ -316,8 +311,7 @@ class TransformerBlockFamily:
         self._quantized.append(weights)
 
         def run(pack: RecordedPack) -> tuple[Tensor, ...]:
-            if pack.unchanged is None:
-                raise CaptureError("weights that are quantized need the flag that says whether they changed")
+            assert pack.unchanged is not None  # the part says whether they changed
             with weights.recorded(pack.unchanged):
                 return part.run(pack)
 
@@ -328,11 +322,10 @@ class TransformerBlockFamily:
             if "mamba" in modules:
                 yield mamba_part(layer, self.shards * self.ranks)
             return
-        routed = layer.is_moe_layer and "moe_router" in modules
-        if "attn" in modules and not _is_identity(layer.self_attention):
-            yield attention_and_router_part(layer) if routed else attention_part(layer)
-        elif routed:
-            yield router_part(layer)
+        attends = "attn" in modules and not _is_identity(layer.self_attention)
+        routes = layer.is_moe_layer and "moe_router" in modules
+        if attends or routes:
+            yield attention_part(layer, attends, routes)
         if "mlp" in modules and not layer.is_moe_layer and not _is_identity(layer.mlp):
             yield mlp_part(layer)
 
@@ -358,9 +351,10 @@ class TransformerBlockFamily:
         with ExitStack() as stack:
             for layer in self._inside:  # looked up each time: the model may have changed since the last recording
                 experts = CapturedExperts(layer, self._tables, self.exchange)
-                stack.enter_context(experts.recorded(_used(pack), pack.overflow))
+                assert pack.used is not None  # the part is counted
+                stack.enter_context(experts.recorded(pack.used, pack.overflow))
             if pack.additions:
-                refuse_own_code(self._decoder, DEEPSTACK)
+                refuse_own_code([foreign(self._decoder, DEEPSTACK)])
                 stack.enter_context(overridden(self._decoder, DEEPSTACK, _add))
             if not self._decoder.pre_process:
                 stack.enter_context(overridden(self._decoder, "input_tensor", pack.hidden))
@@ -380,43 +374,24 @@ class TransformerBlockFamily:
         if computes_in_fp8(self._decoder.config) and not self._quantized:
             raise CaptureError("fp8 was switched on after capture")
         refuse_statistics(modules)
-        if self._packs:
-            self._refuse_own_rotation()
-        forget_attention_selection()
-        with ExitStack() as stack:
-            stack.enter_context(usable_random_states(modules))
-            stack.enter_context(recomputing(modules))
+        if self._packs and self.per_position:  # Qwen3-VL's attention rotates by a function of its own
+            fused = self._decoder.config.apply_rope_fusion  # megatron-core calls its own kernel
+            homes = (ROTARY.module,) if fused else PACKED_ROTARY
+            refuse_own_code(foreign_function(home, PACKED_ROTARY) for home in homes)
+        with core_kernels(modules, fused_rotary, fused_head_norms), ExitStack() as stack:
             stack.enter_context(accumulating(modules))
             stack.enter_context(fp8_recorded(modules, self._decoder.config))
             stack.enter_context(current_parameters(modules))
             if self.per_position:
                 core = importlib.import_module(ROTARY.module)
                 stack.enter_context(overridden(core, ROTARY.target, _per_token(getattr(core, ROTARY.target))))
-            if not self._packs:
-                stack.enter_context(device_lengths())
-            elif self._delta_nets:
+            if self._packs and self._delta_nets:
                 stack.enter_context(self._chunks.recorded(modules))
-            if kernels_available():
-                stack.enter_context(fused_rotary(modules))
-                stack.enter_context(fused_head_norms(modules))
             yield
-
-    def _refuse_own_rotation(self) -> None:
-        if not self.per_position:  # Qwen3-VL's attention rotates by a function of its own
-            return
-        fused = self._decoder.config.apply_rope_fusion  # megatron-core calls its own kernel
-        homes = (ROTARY.module,) if fused else PACKED_ROTARY
-        refuse_foreign(homes, PACKED_ROTARY)
 
 
 def _weights(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
-
-
-def _used(pack: RecordedPack) -> Tensor:
-    if pack.used is None:
-        raise CaptureError("experts inside the graph must know how many tokens are no padding")
-    return pack.used
 
 
 def _add(hidden: Tensor, mask: None, addition: Tensor) -> Tensor:
@@ -474,7 +449,9 @@ def _check_layer(layer: nn.Module, packs: bool) -> None:
     from megatron.core.transformer.attention import SelfAttention
     from megatron.core.transformer.transformer_layer import TransformerLayer
 
-    attention: UpstreamModule = getattr(layer, "self_attention", layer)
+    attention: UpstreamModule = getattr(layer, "mixer" if is_mamba(layer) else "self_attention", layer)
+    if is_mixer(attention):
+        return
     known = isinstance(layer, TransformerLayer) and (_is_qwen(layer) or type(attention) is SelfAttention)
     if known or _is_identity(attention):
         return

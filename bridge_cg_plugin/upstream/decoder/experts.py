@@ -26,7 +26,7 @@ from ...switches import EXPERT_BOUNDS, switched_on
 from ...upstream_types import UpstreamModule
 from ..kernels.recompute import WithoutOutput, recomputed, runs_again
 from ..seams.contract import EXCHANGE, EXPERT_PRODUCTS, WEIGHTS
-from ..seams.own_code import refuse_foreign, refuse_own_code
+from ..seams.own_code import foreign, foreign_function, refuse_own_code
 from ..seams.registry import seam
 from ..wrappers import overridden
 from .layers import check_router, is_pure, unmet
@@ -63,22 +63,17 @@ def _route(router: UpstreamModule, hidden: Tensor, used: Tensor) -> tuple[Tensor
         used: `[1]` int32, how many tokens are no padding: losses and statistics count these.
     """
     padding = () if is_pure(router) else (_padding(hidden.shape[0] * hidden.shape[1], used),)
-    with _counted(router, used) if padding else nullcontext():
-        routed: tuple[Tensor, Tensor] = router(hidden, *padding)
-    return routed
-
-
-def _counted(router: UpstreamModule, used: Tensor) -> AbstractContextManager[None]:
-    """Let statistics of a bias of experts count real tokens; upstream's own mask for them does not fit the map."""
-    if not getattr(router, "enable_expert_bias", False):
-        return nullcontext()
 
     def count(routing_map: Tensor, *unused: Any, **unused_too: Any) -> None:
         if torch.is_grad_enabled():
             real = routing_map & ~_padding(routing_map.shape[0], used)
             router.local_tokens_per_expert += real.sum(dim=0)
 
-    return overridden(router, BIAS, count)
+    # Statistics of a bias of experts count real tokens; upstream's own mask for them does not fit the map.
+    counts = padding and getattr(router, "enable_expert_bias", False)
+    with overridden(router, BIAS, count) if counts else nullcontext():
+        routed: tuple[Tensor, Tensor] = router(hidden, *padding)
+    return routed
 
 
 def check_fields(config: Any, needed: dict[str, Any]) -> None:
@@ -197,13 +192,11 @@ class CapturedExperts:
         Raises:
             Refused: Somebody replaced a function of theirs.
         """
-        refuse_own_code(self._moe, FORWARD)
-        refuse_own_code(self._moe.token_dispatcher, *EXCHANGE)
-        refuse_own_code(self._moe.router, BIAS, "routing")
-        refuse_foreign(EXPERT_PRODUCTS, EXPERT_PRODUCTS)
+        refuse_own_code(foreign_function(home, EXPERT_PRODUCTS) for home in EXPERT_PRODUCTS)
         layers = (module for linear in self._linear for module, _ in linear)
-        for module in dict.fromkeys((*_holders(self._moe.experts), *layers)):
-            refuse_own_code(module, "forward", "_forward_impl", WEIGHTS)
+        held = dict.fromkeys((*_holders(self._moe.experts), *layers), ("forward", "_forward_impl", WEIGHTS))
+        routing = {self._moe: (FORWARD,), self._moe.token_dispatcher: EXCHANGE, self._moe.router: (BIAS, "routing")}
+        refuse_own_code(foreign(owner, *names) for owner, names in (routing | held).items())
 
         def forward(hidden_states: Tensor, *unused: Any, **unused_too: Any) -> tuple[Tensor, None]:
             compute = partial(self._forward, used=used, overflow=overflow)
@@ -267,21 +260,6 @@ def _weights(linear: _Linear) -> list[nn.Parameter]:
     return [getattr(module, name) for module, name in linear]
 
 
-def _refuse_linear(linear: _Linear) -> None:
-    """Refuse layers that compute something else than a product, and weights that are not alike.
-
-    Raises:
-        OptionError: Names what they are.
-    """
-    if other := {type(module).__name__ for module, _ in linear} - set(LINEAR):
-        raise _refused(f"linear layers of {min(other)}", ", ".join(LINEAR))
-    weights = _weights(linear)
-    if any(weight is None for weight in weights):
-        raise _refused("experts with one weight for all", "experts with a weight for each")
-    if len({(w.requires_grad, w.shape, w.dtype, w.is_contiguous()) for w in weights}) > 1:
-        raise _refused("weights that are not alike", "weights of one shape, all trained or none")
-
-
 def is_swiglu(config: Any) -> bool:
     """Whether the function between an expert's linear layers is gated SiLU and nothing else."""
     changed = config.activation_func_clamp_value is not None or config.glu_linear_offset
@@ -335,7 +313,7 @@ def _linear_layers(experts: UpstreamModule) -> tuple[_Linear, _Linear]:
     """Return both linear layers.
 
     Raises:
-        OptionError: Experts or their linear layers are of another kind.
+        OptionError: Experts are of another kind, layers compute something else than a product, or weights differ.
     """
     kind = type(experts).__name__
     if kind not in (GROUPED, SEQUENTIAL):
@@ -346,7 +324,13 @@ def _linear_layers(experts: UpstreamModule) -> tuple[_Linear, _Linear]:
         [(getattr(each, layer), name) for each in held for name in names] for layer in ("linear_fc1", "linear_fc2")
     )
     for linear in (first, second):
-        _refuse_linear(linear)
+        if other := {type(module).__name__ for module, _ in linear} - set(LINEAR):
+            raise _refused(f"linear layers of {min(other)}", ", ".join(LINEAR))
+        weights = _weights(linear)
+        if any(weight is None for weight in weights):
+            raise _refused("experts with one weight for all", "experts with a weight for each")
+        if len({(w.requires_grad, w.shape, w.dtype, w.is_contiguous()) for w in weights}) > 1:
+            raise _refused("weights that are not alike", "weights of one shape, all trained or none")
     return first, second
 
 

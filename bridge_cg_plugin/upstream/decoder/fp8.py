@@ -9,7 +9,7 @@ import importlib
 import operator
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -122,18 +122,12 @@ def in_fp8(part: DecoderPart, layer: UpstreamModule) -> Callable[[RecordedPack],
     """Return what runs a layer's part as the layer's block would: in fp8, where the config has it."""
 
     def run(pack: RecordedPack) -> tuple[Tensor, ...]:
-        with _context(layer):
+        if not computes_in_fp8(layer.config):
+            return part.run(pack)
+        with getattr(importlib.import_module(CONTEXT.module), CONTEXT.target)(layer.config, layer.layer_number - 1):
             return part.run(pack)
 
     return run
-
-
-def _context(layer: UpstreamModule) -> AbstractContextManager[Any]:
-    if not computes_in_fp8(layer.config):
-        return nullcontext()
-    context = getattr(importlib.import_module(CONTEXT.module), CONTEXT.target)
-    made: AbstractContextManager[Any] = context(layer.config, layer.layer_number - 1)
-    return made
 
 
 class QuantizedWeights:

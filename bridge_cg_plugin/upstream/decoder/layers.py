@@ -5,6 +5,7 @@ import importlib.metadata
 import sys
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import ExitStack, contextmanager
+from operator import itemgetter
 from types import ModuleType
 from typing import Any
 
@@ -30,9 +31,8 @@ from ...options.language_model import MODULES
 from ...options.packed import MAX_PACKED_SEQS
 from ...upstream_types import UpstreamModule
 from ..seams.registry import seam
-from ..wrappers import overridden
+from ..wrappers import overridden, pack_params
 
-MAX_SEQLENS = ("max_seqlen_q", "max_seqlen_kv")
 NORM = "_forward_pre_mlp_layernorm"
 # A layer's submodules that a piece uses.
 ATTENTION = ("input_layernorm", "self_attention")
@@ -48,29 +48,20 @@ STATEFUL_BALANCING = ("sinkhorn", "quantile_balancing")
 
 
 def packed_params(pack: RecordedPack, indexed: int = 0) -> Any:
-    """Return megatron-core's metadata of a pack. The longest document's length is a number: nothing reads the device.
+    """Return megatron-core's metadata of a pack.
 
     Args:
         pack: The pack.
         indexed: Its tokens where Mamba layers want every token's document, which upstream finds by reading the
             device; 0 is none.
     """
-    from megatron.core.packed_seq_params import PackedSeqParams
-
-    offsets, longest = pack.offsets, dict.fromkeys(MAX_SEQLENS, pack.longest)
+    offsets = pack.offsets
     indices = document_indices(offsets.get(PADDED_OFFSETS[0], offsets[OFFSETS[0]]), indexed) if indexed else None
-    made = PackedSeqParams(qkv_format="thd", **offsets, **longest, seq_idx=indices)
+    made = pack_params(offsets, pack.longest, seq_idx=indices)
     # Transformer Engine before 2.18 reads offsets to find padding; megatron-core before 0.19 cannot tell it.
     if PADDED_OFFSETS[0] in offsets and hasattr(made, "pad_between_seqs"):
         made.pad_between_seqs = True
     return made
-
-
-def attention_part(layer: UpstreamModule) -> DecoderPart:
-    """Return a layer's attention with its norm and residual as a piece."""
-    attend, name = _attention(layer), f"packed_attention_{layer.layer_number}"
-    call = layer, "_forward_attention", _attention_answer
-    return DecoderPart(name, layer, ATTENTION, lambda pack: (attend(pack),), (call,))
 
 
 def mlp_part(layer: UpstreamModule) -> DecoderPart:
@@ -80,49 +71,29 @@ def mlp_part(layer: UpstreamModule) -> DecoderPart:
     return DecoderPart(name, layer, ("pre_mlp_layernorm", "mlp"), lambda pack: (forward(pack.hidden),), (call,))
 
 
-def attention_and_router_part(layer: UpstreamModule) -> DecoderPart:
-    """Return a layer's attention, and the norm and router behind it, as one piece.
-
-    Raises:
-        OptionError: See `router_part`.
-    """
-    attend, (route, follower) = _attention(layer), _routing(layer, 1)
-    norm = getattr(layer, NORM)
-
-    def run(pack: RecordedPack) -> tuple[Tensor, ...]:
-        attended = attend(pack)
-        return (attended, *route(norm(attended)))
-
-    calls = (layer, "_forward_attention", _attention_answer), (layer, NORM, lambda outputs: outputs[1]), follower
-    name = f"packed_attention_and_router_{layer.layer_number}"
-    return DecoderPart(name, layer, ATTENTION + ROUTER, run, calls, routes=True)
-
-
-def router_part(layer: UpstreamModule) -> DecoderPart:
-    """Return the norm before a layer's experts and their router as a piece.
+def attention_part(layer: UpstreamModule, attends: bool, routes: bool) -> DecoderPart:
+    """Return a layer's attention with its norm and residual, the norm and router of experts, or both as one piece.
 
     Raises:
         OptionError: The router is of a kind that was not looked at, or changes its input at random.
     """
-    route, follower = _routing(layer, 0)
-    norm, name = getattr(layer, NORM), f"packed_router_{layer.layer_number}"
-    calls = (layer, NORM, FIRST_OUTPUT), follower
-    return DecoderPart(name, layer, ROUTER, lambda pack: route(norm(pack.hidden)), calls, routes=True)
+    forward, calls = layer._forward_attention, list[PartCall]()
+    if attends:
+        calls.append((layer, "_forward_attention", lambda outputs: (outputs[0], None)))
+    if routes:
+        norm, (route, follower) = getattr(layer, NORM), _routing(layer, len(calls))
+        calls += [(layer, NORM, itemgetter(len(calls))), follower]
 
+    def run(pack: RecordedPack) -> tuple[Tensor, ...]:
+        hidden = pack.hidden
+        if attends:
+            given = {"rotary_pos_emb": pack.angles, "packed_seq_params": packed_params(pack)}
+            hidden = forward(hidden_states=hidden, attention_mask=None, **given)[0]
+        return (*([hidden] if attends else []), *(route(norm(hidden)) if routes else ()))
 
-def _attention(layer: UpstreamModule) -> Callable[[RecordedPack], Tensor]:
-    forward = layer._forward_attention
-
-    def attend(pack: RecordedPack) -> Tensor:
-        calls = {"hidden_states": pack.hidden, "rotary_pos_emb": pack.angles, "packed_seq_params": packed_params(pack)}
-        attended: Tensor = forward(attention_mask=None, **calls)[0]
-        return attended
-
-    return attend
-
-
-def _attention_answer(outputs: tuple[Tensor, ...]) -> tuple[Tensor, None]:
-    return outputs[0], None
+    name = "_and_".join(["attention"] * attends + ["router"] * routes)
+    uses = ATTENTION * attends + ROUTER * routes
+    return DecoderPart(f"packed_{name}_{layer.layer_number}", layer, uses, run, tuple(calls), routes=routes)
 
 
 def _routing(layer: UpstreamModule, place: int) -> tuple[Callable[[Tensor], tuple[Tensor, ...]], PartCall]:
@@ -234,19 +205,6 @@ def is_mamba(layer: nn.Module) -> bool:
     return isinstance(layer, getattr(sys.modules.get(LAYER.module), "MambaLayer", ()))
 
 
-def check_mamba_layer(layer: UpstreamModule) -> None:
-    """Refuse a mixer that was not looked at.
-
-    Raises:
-        OptionError: Names the mixer.
-    """
-    if not _is_mixer(layer.mixer):
-        why = f"its Mamba layers must have megatron-core's MambaMixer, and one has {type(layer.mixer).__name__}"
-        raise OptionError.because(
-            MAX_PACKED_SEQS, f"Cannot use {MAX_PACKED_SEQS} on this model: {why}. Remove the option."
-        )
-
-
 def mamba_part(layer: nn.Module, parts: int) -> DecoderPart:
     """Return a whole Mamba layer as a piece.
 
@@ -271,13 +229,14 @@ def current_parameters(modules: Sequence[nn.Module]) -> Iterator[None]:
     recorded would not reach it, and gradients would go past the graph.
     """
     with ExitStack() as stack:
-        for mixer in modules_where(_is_mixer, modules):
+        for mixer in modules_where(is_mixer, modules):
             for held in [name for name, value in vars(mixer.cp).items() if isinstance(value, nn.Parameter)]:
                 stack.enter_context(overridden(mixer.cp, held, getattr(mixer, held.removesuffix(HELD))))
         yield
 
 
-def _is_mixer(module: nn.Module) -> bool:
+def is_mixer(module: nn.Module) -> bool:
+    """Whether this is megatron-core's Mamba mixer, and no class derived from it."""
     return type(module) is getattr(sys.modules.get(MIXER.module), "MambaMixer", None)
 
 

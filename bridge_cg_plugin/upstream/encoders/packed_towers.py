@@ -4,7 +4,7 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Self, cast
@@ -187,21 +187,11 @@ def rotation(model: UpstreamModule, positions: Tensor) -> Rotation:
     return Rotation.of(angles.cos(), angles.sin())
 
 
-def aligned_backward(modules: Sequence[nn.Module]) -> AbstractContextManager[None]:
-    """Let the backward of linear layers multiply aligned matrices, and sum a bias's gradient by the plugin's kernel."""
-    return forwards_replaced(modules, _aligned_forward, _gains_by_alignment)
-
-
 def _gains_by_alignment(module: nn.Module) -> bool:
     if type(module) is not nn.Linear or not as_shipped(module, "forward"):
         return False
     misaligned = any(size % ALIGNMENT for size in module.weight.shape)
     return misaligned or (module.bias is not None and has_kernels(module.weight))
-
-
-def rmsnorm_backward(modules: Sequence[nn.Module]) -> AbstractContextManager[None]:
-    """Let the backward of RMSNorm be one kernel while work is recorded."""
-    return forwards_replaced(modules, _rms_norm_forward, _has_rms_norm_kernel)
 
 
 def _has_rms_norm_kernel(module: nn.Module) -> bool:
@@ -241,8 +231,13 @@ def _rms_norm_forward(norm: UpstreamModule, x: Tensor) -> Tensor:
 
 @contextmanager
 def reordering_kernels(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Let an encoder's modules call kernels that round a gradient otherwise than eager does."""
-    with aligned_backward(modules), rmsnorm_backward(modules):
+    """Let an encoder's modules call kernels that round a gradient otherwise than eager does.
+
+    The backward of linear layers multiplies aligned matrices and sums a bias's gradient, that of RMSNorm is one kernel.
+    """
+    with ExitStack() as stack:
+        stack.enter_context(forwards_replaced(modules, _aligned_forward, _gains_by_alignment))
+        stack.enter_context(forwards_replaced(modules, _rms_norm_forward, _has_rms_norm_kernel))
         yield
 
 

@@ -86,18 +86,14 @@ class PixtralEncoder(TowerEncoder):
             start = end
         pixels[start:].zero_()
         embedded[start:].zero_()
-        write_guarded(buffers["grid"], self._grid(batch), batch.rows)
+        assert batch.sizes is not None
+        grid = torch.nn.functional.pad(batch.sizes.to(torch.int64) // self._side, (1, 0), value=1)
+        write_guarded(buffers["grid"], grid, batch.rows)
 
     def _convolves_aside(self) -> bool:
         """Whether the convolution also runs over whole images, for eager's rounding; another one may draw or count."""
         conv = self.model.patch_conv
         return type(conv) is torch.nn.Conv2d and as_shipped(conv, "forward", "_conv_forward")
-
-    def _grid(self, batch: EncoderBatch) -> Tensor:
-        """Return (1, height, width) of every image in patches, `[images, 3]`, from where the sizes are."""
-        if batch.sizes is None:
-            return torch.tensor(batch.rows)
-        return torch.nn.functional.pad(batch.sizes.to(torch.int64) // self._side, (1, 0), value=1)
 
     def forward(self, buffers: Buffers, bucket: Bucket) -> tuple[Tensor, ...]:
         """See `RegionProgram`. Output: hidden states `[tokens, width]`."""
@@ -130,7 +126,8 @@ class PixtralEncoder(TowerEncoder):
         misfit = _misfit(pixel_values, image_sizes, config.num_channels)
         rows: Grid = ()
         if misfit is None:
-            rows = _rows(grids, pixel_values, image_sizes, side)
+            values = [size // side for size in grids.values(image_sizes)]
+            rows = tuple((1, *sides) for sides in zip(values[::2], values[1::2], strict=True))
             misfit = _rows_misfit(rows, pixel_values, side)
             if self._from_table:
                 _refuse_large(rows, config.image_size // side)
@@ -184,21 +181,12 @@ def _misfit(pixels: Tensor, sizes: Any, channels: int) -> str | None:
     if pixels.dim() != 4 or pixels.shape[1] != channels or not pixels.shape[0]:
         shape = tuple(pixels.shape)
         return f"pixel_values has shape {shape}, the encoder takes (images, {channels}, height, width)"
-    if sizes is None:
-        return None
     if not isinstance(sizes, Tensor):
         return f"image_sizes is {type(sizes).__name__}, graphs take a tensor (images, 2)"
     if sizes.shape != (pixels.shape[0], 2) or sizes.is_floating_point() or sizes.dtype is torch.bool:
         found = f"{sizes.dtype} {tuple(sizes.shape)}"
         return f"image_sizes is {found}, graphs take a tensor ({pixels.shape[0]}, 2) of whole numbers"
     return None
-
-
-def _rows(grids: HostGrids, pixels: Tensor, sizes: Tensor | None, patch: int) -> Grid:
-    if sizes is None:
-        return ((1, pixels.shape[2] // patch, pixels.shape[3] // patch),) * pixels.shape[0]
-    values = grids.values(sizes)
-    return tuple((1, height // patch, width // patch) for height, width in zip(values[::2], values[1::2], strict=True))
 
 
 def _rows_misfit(rows: Grid, pixels: Tensor, patch: int) -> str | None:

@@ -1,7 +1,7 @@
 """Qwen3-VL's vision encoder, Bridge's module (dense, MoE and Qwen3.5-VL share it): its graphs and their kernels."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -10,21 +10,18 @@ from torch import Tensor, nn
 from ...attention_bounds import DETERMINISTIC_TOKENS, frame_limits, scanned_limits
 from ...graphs.buckets import Bucket
 from ...graphs.program import Buffers, Call
+from ...language.packed.batch import OFFSETS
 from ...vision.batch import HostGrids
-from ...vision.encoder import EncoderFamily, OtherAttention, RecordingKernels, encoder_call
+from ...vision.encoder import EncoderFamily, OtherAttention, encoder_call
 from ...vision.grid_encoder import GridEncoder, embedded, interpolate
 from ...vision.guard import images, poisoned
 from ...vision.layout import TokenPositions, rotary_angles, segment_offsets, token_positions
-from ..kernels.layers import fused_layer_kernels, fused_layernorm_backward, kernels_available
-from ..kernels.recompute import known_activations, recomputing, usable_random_states
+from ..kernels.layers import core_kernels, fused_layer_kernels, fused_layernorm_backward, kernels_available
+from ..kernels.recompute import known_activations
 from ..kernels.rotary import fused_rotary
-from ..kernels.transformer_engine import (
-    accumulate_from_now_on,
-    forget_attention_selection,
-    fused_accumulation,
-    side_weight_gradients,
-)
-from ..seams.own_code import as_shipped, refuse_own_code
+from ..kernels.transformer_engine import accumulate_from_now_on, fused_accumulation
+from ..seams.own_code import as_shipped, foreign, refuse_own_code
+from ..wrappers import pack_params
 from .direct_attention import direct_attention, direct_attention_refusal, flash_attention, flash_attention_refusal
 
 
@@ -44,7 +41,7 @@ class Qwen3VLEncoder(GridEncoder):
             attention_mask=None,
             inference_params=None,
             rotary_pos_emb=rotary_angles(positions, self._inverse_frequencies()),
-            packed_seq_params=pack_segments(segment_offsets(grid, frames), largest),
+            packed_seq_params=pack_params(dict.fromkeys(OFFSETS, segment_offsets(grid, frames)), largest),
         )
         return model.merger(hidden), *deepstack
 
@@ -57,7 +54,7 @@ class Qwen3VLEncoder(GridEncoder):
 
     def _inverse_frequencies(self) -> Tensor:
         rotary = self.model.rotary_pos_emb
-        refuse_own_code(rotary, "forward")  # of a class of somebody else's, too
+        refuse_own_code([foreign(rotary, "forward")])  # of a class of somebody else's, too
         if not hasattr(rotary, "inv_freq"):
             rotary(1)  # upstream makes the buffer in its first call
         frequencies: Tensor = rotary.inv_freq
@@ -85,68 +82,18 @@ class Qwen3VLEncoder(GridEncoder):
         return outputs[0], list(outputs[1:])
 
     def bounds(self, capacity: int, frames: int, directly: bool) -> list[tuple[int, ...]]:
-        """See `Encoder`."""
-        return te_bounds(capacity, frames, directly)
-
-
-def te_bounds(capacity: int, frames: int, directly: bool) -> list[tuple[int, ...]]:
-    """Return `Encoder.bounds` where Transformer Engine attends, unless cuDNN is called directly."""
-    return [*(scanned_limits if directly else frame_limits)(capacity, frames)]
-
-
-def pack_segments(offsets: Tensor, largest: int) -> Any:
-    """Return megatron-core's metadata for packed segments.
-
-    Args:
-        offsets: `[segments + 1]` int32 `cu_seqlens`.
-        largest: Bound of a segment's length in tokens; a plain integer, so nothing reads the device.
-    """
-    from megatron.core.packed_seq_params import PackedSeqParams
-
-    return PackedSeqParams(
-        qkv_format="thd",
-        cu_seqlens_q=offsets,
-        cu_seqlens_kv=offsets,
-        max_seqlen_q=largest,
-        max_seqlen_kv=largest,
-    )
-
-
-@contextmanager
-def core_kernels(modules: Sequence[nn.Module], *others: RecordingKernels) -> Iterator[None]:
-    """Let megatron-core's layers call the plugin's kernels while a region of these modules is recorded.
-
-    Attention is chosen without reading the device. Without Triton or a GPU upstream's own functions stay.
-
-    Args:
-        modules: Roots of the modules.
-        others: Further kernels of the plugin.
-
-    Raises:
-        CaptureError: Dropout draws from random states that a graph cannot use.
-    """
-    forget_attention_selection()
-    with usable_random_states(modules), recomputing(modules), ExitStack() as stack:
-        for kernels in (*others, fused_layer_kernels) if kernels_available() else ():
-            stack.enter_context(kernels(modules))
-        yield
+        """See `Encoder`: without cuDNN called directly, those of Transformer Engine's attention."""
+        return [*(scanned_limits if directly else frame_limits)(capacity, frames)]
 
 
 def fused_kernels(modules: Sequence[nn.Module]) -> AbstractContextManager[None]:
-    """Let Qwen3-VL's layers call the plugin's kernels; see `core_kernels`."""
-    return core_kernels(modules, fused_rotary)
+    """Let an encoder's layers call the plugin's kernels; see `core_kernels`."""
+    return core_kernels(modules, fused_rotary, fused_layer_kernels)
 
 
 def reordering_kernels(modules: Sequence[nn.Module]) -> AbstractContextManager[None]:
     """Let upstream's modules call kernels that round a gradient otherwise than eager does."""
     return fused_layernorm_backward(modules) if kernels_available() else nullcontext()
-
-
-@contextmanager
-def accumulating_products(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Let weight gradients be added to `main_grad` inside their product, on the side stream if there is one."""
-    with fused_accumulation(modules), side_weight_gradients(modules):
-        yield
 
 
 def find_vision_model(holder: nn.Module) -> nn.Module | None:
@@ -160,8 +107,9 @@ def find_vision_model(holder: nn.Module) -> nn.Module | None:
 def core_family(**others: Any) -> EncoderFamily:
     """Return the family of an encoder in megatron-core's layers; arguments as there."""
     common: dict[str, Any] = {
+        "kernels": fused_kernels,
         "reordering_kernels": reordering_kernels,
-        "fused_accumulation": accumulating_products,
+        "fused_accumulation": fused_accumulation,
         "before_eager": accumulate_from_now_on,
         "known_activations": known_activations,
     }
@@ -177,6 +125,5 @@ QWEN3_VL = core_family(
     name="Qwen3-VL",
     find=find_vision_model,
     encoder=Qwen3VLEncoder,
-    kernels=fused_kernels,
     **OVER_SEGMENTS,
 )

@@ -4,8 +4,7 @@ In training RADIO may draw a crop of its position embeddings for every image. Dr
 upstream's own code, and the region begins where the layers do. It returns the gradient of what enters them.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -13,20 +12,21 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ...attention_bounds import DETERMINISTIC_TOKENS
+from ...attention_bounds import DETERMINISTIC_TOKENS, frame_limits, scanned_limits
 from ...graphs.buckets import GRANULARITY, Bucket, round_up
 from ...graphs.fallback import Fallback
 from ...graphs.instance import own_method
 from ...graphs.program import Buffers, Call, TensorSpec
 from ...graphs.rows import write_rows
+from ...language.packed.batch import OFFSETS
 from ...options import OptionError
 from ...upstream_types import UpstreamModule
 from ...vision.batch import EncoderBatch, HostGrids, check_device, equal_images, shape_of
 from ...vision.encoder import Encoder, encoder_call
 from ...vision.guard import guarded_shape, images, poisoned, write_guarded
 from ...vision.layout import offsets_of
-from ..kernels.transformer_engine import device_lengths
-from .qwen3_vl import OVER_SEGMENTS, core_family, core_kernels, pack_segments, te_bounds
+from ..wrappers import pack_params
+from .qwen3_vl import OVER_SEGMENTS, core_family
 
 # Tokens of an image where all have one size, by layers: those do not know their tower, which does.
 _image_tokens: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
@@ -167,7 +167,7 @@ class PackedLayers(RadioLayers):
         guarded = buffers["lengths"]
         offsets = offsets_of(images(guarded)[:, 2])
         hidden = poisoned(buffers["hidden"], guarded)
-        return (self.layers(hidden, pack_segments(offsets, bucket.limits[1])),)
+        return (self.layers(hidden, pack_params(dict.fromkeys(OFFSETS, offsets), bucket.limits[1])),)
 
     def read(
         self,
@@ -190,7 +190,7 @@ class PackedLayers(RadioLayers):
 
     def bounds(self, capacity: int, frames: int, directly: bool) -> list[tuple[int, ...]]:
         """See `Encoder`."""
-        return te_bounds(capacity, frames, directly)
+        return [*(scanned_limits if directly else frame_limits)(capacity, frames)]
 
 
 def _misfit(batch: EncoderBatch) -> str | None:
@@ -223,18 +223,7 @@ def find_layers(packed: bool) -> Callable[[nn.Module], nn.Module | None]:
     return find
 
 
-@contextmanager
-def recording_kernels(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Let recorded layers call the plugin's kernels; see `core_kernels`."""
-    with core_kernels(modules), device_lengths():
-        yield
-
-
-RADIO = core_family(name="RADIO", find=find_layers(packed=False), encoder=TileLayers, kernels=recording_kernels)
+RADIO = core_family(name="RADIO", find=find_layers(packed=False), encoder=TileLayers)
 PACKED_RADIO = core_family(
-    name="RADIO with images of any size",
-    find=find_layers(packed=True),
-    encoder=PackedLayers,
-    kernels=recording_kernels,
-    **OVER_SEGMENTS,
+    name="RADIO with images of any size", find=find_layers(packed=True), encoder=PackedLayers, **OVER_SEGMENTS
 )

@@ -59,24 +59,14 @@ def _load(point: EntryPoint) -> EncoderFamily | None:
     return None
 
 
-def find_encoder(chunks: nn.Module | Sequence[nn.Module]) -> FoundEncoder | None:
-    """Return the first encoder of a model under any wrapper, None on a stage without one that graphs know."""
-    return _first(chunks, encoders())
-
-
 def find_encoders(chunks: nn.Module | Sequence[nn.Module]) -> list[FoundEncoder]:
     """Return the encoder of images and the one of audio that a model has under any wrapper, in this order."""
-    kinds = ([family for family in encoders() if family.encodes == kind] for kind in ("vision", "audio"))
-    return [found for found in (_first(chunks, families) for families in kinds) if found is not None]
-
-
-def _first(chunks: nn.Module | Sequence[nn.Module], families: Sequence[EncoderFamily]) -> FoundEncoder | None:
-    for family in families:
-        for holder in holders(chunks):
-            model = _find(family, holder)
-            if model is not None:
-                return FoundEncoder(model, holder, family)
-    return None
+    found: dict[str, FoundEncoder] = {}
+    for family in encoders():
+        for holder in holders(chunks) if family.encodes not in found else ():
+            if (model := _find(family, holder)) is not None:
+                found.setdefault(family.encodes, FoundEncoder(model, holder, family))
+    return [found[kind] for kind in ("vision", "audio") if kind in found]
 
 
 def _find(family: EncoderFamily, holder: nn.Module) -> nn.Module | None:

@@ -10,7 +10,7 @@ import functools
 import os
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -38,13 +38,13 @@ from ..environment import OPTIONS, memory_may_leave
 from ..parallel.data_parallel import data_parallel
 from ..parallel.process_groups import stages_of
 from ..seams.activation import before_deactivation
-from ..seams.patches import Patch, arguments_of
+from ..seams.patches import Patch
 from ..seams.registry import seam
 from ..seams.registry.bridge import SCHEDULES
 from ..wrappers import chunks_of, config_of, unwrapped
-from .graph_fields import EVERY, announce_parts, applied, apply_options, environment_options
+from .graph_fields import EVERY, announce_parts, applied, apply_options, environment_options, give_defaults
 from .helpers.constructors import checked_options, decoder_helpers, encoder_helper, encoder_options, find_decoders
-from .helpers.graph_helper import GraphHelper, active_graphs, drop_graphs, has_graphs
+from .helpers.graph_helper import GraphHelper, active_graphs, drop_graphs
 from .leaving_models import ReturningBuffers, follow, has_left, undisturbed
 
 # Schedule calls that run eager before graphs are captured, where the model's config does not say.
@@ -61,9 +61,7 @@ def graph_config(model: nn.Module | Sequence[nn.Module]) -> Any:
     if config is None:
         why = f"{type(model).__name__} has no config of megatron-core. Pass the model itself."
         raise OptionError.because("model", f"Cannot enable graphs: {why}")
-    for name, default in EVERY.items():
-        if not hasattr(config, name):
-            setattr(config, name, default)
+    give_defaults(EVERY, config)
     return config
 
 
@@ -197,17 +195,6 @@ class LoopDriver:
                 stack.enter_context(graphs.step())
             yield
 
-    def release_memory(self) -> int:
-        """Take the memory of all graphs off the device until they are needed; returns how many bytes left."""
-        return sum(graphs.release_memory() for graphs in self.graphs)
-
-    def follow_models(self) -> None:
-        """Take the memory of graphs off the device whose model has left it; inside a schedule call nothing leaves."""
-        for graphs in self.graphs:
-            there = graphs.captured and not (graphs.in_step or graphs.executor.memory_away)
-            if there and has_left(graphs.model):
-                graphs.release_memory()
-
     def report(self) -> None:
         """Print the graphs' reports, once: as the process ends or, where the model is dropped before, then."""
         if not self._reported:
@@ -222,22 +209,13 @@ class LoopDriver:
         for helper in self._helpers:
             helper.delete_cuda_graphs()
 
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        return type(None), ()  # a copy of the model has no driver
 
-# Attribute of a model's first chunk without wrappers: a loop may put others around it, or none, for each call.
+
+# Attribute of a model's first chunk, under any wrapper, that holds its driver: both go when the loop drops the model. A
+# driver refers to its model, so a table of this process would keep both.
 HELD = "_bridge_cg_loop"
-
-
-class _Held:
-    """A model's driver as an attribute of its first chunk, under any wrapper: both go when the loop drops the model.
-
-    A driver refers to its model, so a table of this process would keep both. A copy of the model has no driver.
-    """
-
-    def __init__(self, driver: LoopDriver | None = None) -> None:
-        self.driver = driver
-
-    def __reduce__(self) -> tuple[type["_Held"], tuple[()]]:
-        return _Held, ()
 
 
 class Loops:
@@ -277,7 +255,9 @@ class Loops:
             return None
         if chunks[0] not in self._bridges:
             self.end_bridges()
-            self.leave_to_bridge(chunks)
+            self._bridges.add(chunks[0])
+            if (driver := self._known(chunks[0])) is not None:
+                self._end(driver)
         return self._driver(chunks, config, None)
 
     def _driver(self, chunks: Sequence[nn.Module], config: Any, microbatches: int | None) -> LoopDriver | None:
@@ -289,14 +269,15 @@ class Loops:
         bridges_own = microbatches is None and asks_for_graphs(config)
         if not (asks_for_vision_graphs(config) or asks_for_packed_graphs(config) or bridges_own):
             return None
-        if has_graphs(chunks):
+        graphed = {graphs.model for graphs in active_graphs()}
+        if graphed and not graphed.isdisjoint(module for chunk in chunks for module in chunk.modules()):
             warn_once("a model on graphs shares modules with this one, of which all others run eager")
             return None
         driver = LoopDriver(chunks, config, microbatches)
         self._drivers.add(driver)
         if microbatches is not None and memory_may_leave():
             follow(chunks, self.follow_models)
-        vars(unwrapped(chunks[0])[-1])[HELD] = _Held(driver)
+        vars(unwrapped(chunks[0])[-1])[HELD] = driver
         return driver
 
     def capture_bridges(self) -> None:
@@ -314,7 +295,7 @@ class Loops:
 
     def _known(self, first: nn.Module) -> LoopDriver | None:
         held = vars(unwrapped(first)[-1]).get(HELD)
-        return held.driver if held is not None and held.driver in self._drivers else None
+        return held if held in self._drivers else None
 
     def _end(self, driver: LoopDriver) -> None:
         self._drivers.discard(driver)
@@ -347,13 +328,6 @@ class Loops:
         for driver in [driver for driver in self._drivers if driver.config is config and driver.is_outdated()]:
             self._end(driver)  # the model's next call begins anew
 
-    def leave_to_bridge(self, model: nn.Module | Sequence[nn.Module]) -> None:
-        """Stand back from a model that Bridge's own loop trains."""
-        chunks = chunks_of(model)
-        self._bridges.add(chunks[0])
-        if (driver := self._known(chunks[0])) is not None:
-            self._end(driver)
-
     def is_bridges(self, model: nn.Module | Sequence[nn.Module]) -> bool:
         """Whether Bridge's own loop trains a model."""
         return chunks_of(model)[0] in self._bridges
@@ -361,12 +335,14 @@ class Loops:
     def release_memory(self) -> int:
         """Take the memory of all models' graphs off the device until they are needed; returns how many bytes left."""
         with undisturbed():
-            return sum(driver.release_memory() for driver in list(self._drivers))
+            return sum(graphs.release_memory() for driver in list(self._drivers) for graphs in driver.graphs)
 
     def follow_models(self) -> None:
-        """Take the memory of graphs off the device whose model has left it."""
-        for driver in list(self._drivers):
-            driver.follow_models()
+        """Take the memory of graphs off the device whose model has left it; inside a schedule call nothing leaves."""
+        for graphs in [graphs for driver in list(self._drivers) for graphs in driver.graphs]:
+            there = graphs.captured and not (graphs.in_step or graphs.executor.memory_away)
+            if there and has_left(graphs.model):
+                graphs.release_memory()
 
     def report(self) -> None:
         """Print the reports of all graphs."""
@@ -386,22 +362,17 @@ atexit.register(LOOPS.report)
 before_deactivation(LOOPS.forget)
 
 
-def _with_graphs(name: str, old: Callable[..., Any]) -> Callable[..., Any]:
-    argument = arguments_of(seam(name), old)
-
+def _with_graphs(old: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(old)
-    def schedule(*args: Any, **kwargs: Any) -> Any:
-        model = argument("model", args, kwargs)
-        driver = LOOPS.driver_of(model, argument("num_microbatches", args, kwargs))
-        if driver is None:
-            if argument("forward_only", args, kwargs) and LOOPS.is_bridges(model):
-                for graphs in active_graphs():
-                    graphs.before_evaluation()
-            return old(*args, **kwargs)
-        with driver.step():
-            return old(*args, **kwargs)
+    def schedule(*, model: Any, num_microbatches: int, forward_only: bool = False, **others: Any) -> Any:
+        driver = LOOPS.driver_of(model, num_microbatches)
+        if driver is None and forward_only and LOOPS.is_bridges(model):
+            for graphs in active_graphs():
+                graphs.before_evaluation()
+        with nullcontext() if driver is None else driver.step():
+            return old(model=model, num_microbatches=num_microbatches, forward_only=forward_only, **others)
 
     return schedule
 
 
-PATCHES = tuple(Patch(seam(name), functools.partial(_with_graphs, name)) for name in SCHEDULES)
+PATCHES = tuple(Patch(seam(name), _with_graphs) for name in SCHEDULES)

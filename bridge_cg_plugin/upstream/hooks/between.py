@@ -11,7 +11,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import partial
 from itertools import pairwise
 from typing import Any, TypeGuard
 
@@ -22,10 +22,10 @@ from ...graphs.host_copies import ByStorage, HostCopies, HostTensors, on_device
 from ...language.packed.batch import OFFSETS, PADDED_OFFSETS, document_indices
 from ...language.packed.workload import PackedWorkload
 from ...vision.known_mask import KnownMask
-from ..seams.patches import Patch
+from ..seams.patches import Patch, bridge_release
 from ..seams.registry import seam
-from ..seams.seam import drift
-from ..seams.source_reader import NoSourceError, SourceReader
+from ..seams.states import installed_state
+from ..wrappers import pack_params
 from .batches import GRIDS, KEPT, PACK_OFFSETS, TOKENS
 from .helpers.graph_helper import active_graphs, any_on_graphs
 
@@ -51,12 +51,6 @@ class _StepTokens(Tensor):
         return made
 
 
-def _with_host_copy(tokens: Tensor, host: Tensor) -> Tensor:
-    noted = tokens.as_subclass(_StepTokens)
-    noted.host = host
-    return noted
-
-
 def _padded_on_host(old: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[Any, ...]]:
     """Pad tokens, and compute what describes a pack, on the host, by upstream's own code."""
 
@@ -67,7 +61,9 @@ def _padded_on_host(old: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[
             return old(tokens, *args, **kwargs)
         padded, *others, params = old(host, *args, **kwargs)
         on = tokens if padded is host else on_device(padded, tokens.device)
-        return _with_host_copy(on, padded), *others, params_on_device(params, tokens.device)
+        noted = on.as_subclass(_StepTokens)
+        noted.host = padded
+        return noted, *others, params_on_device(params, tokens.device)
 
     return pad_and_pack
 
@@ -144,7 +140,9 @@ def packed_rows(old: Packing, mask: Tensor, on_host: Tensor, groups: Any) -> Pac
     """
     layout = (groups.tp.size(), groups.cp.size(), groups.cp.rank(), mask.shape)
     found = _ROWS.find(mask)
-    if found is not None and found.layout == layout and _usable(found.places):
+    # Autograd may not save indices that were made for inference.
+    usable = found is not None and (torch.is_inference_mode_enabled() or not found.places.is_inference())
+    if found is not None and usable and found.layout == layout:
         return found
     numbers = torch.arange(1, on_host.numel() + 1, device="cpu").view(on_host.shape)
     packed, params = old(numbers, on_host, True, groups)
@@ -152,20 +150,11 @@ def packed_rows(old: Packing, mask: Tensor, on_host: Tensor, groups: Any) -> Pac
     taken = rows[rows.numpy() >= 0].numpy()
     if len(set(taken.tolist())) < len(taken):
         return None
-    made = _on_device(layout, rows, params, mask.device)
+    missing, device = rows < 0, mask.device
+    empty = on_device(missing, device) if bool(missing.numpy().any()) else None
+    made = PackedRows(layout, rows, on_device(rows.clamp(min=0), device), empty, params_on_device(params, device))
     _ROWS.store(mask, made)
     return made
-
-
-def _usable(places: Tensor) -> bool:
-    """Whether autograd may save indices, which it may not if they were made for inference."""
-    return torch.is_inference_mode_enabled() or not places.is_inference()
-
-
-def _on_device(layout: Layout, rows: Tensor, params: Any, device: torch.device) -> PackedRows:
-    missing = rows < 0
-    empty = on_device(missing, device) if bool(missing.numpy().any()) else None
-    return PackedRows(layout, rows, on_device(rows.clamp(min=0), device), empty, params_on_device(params, device))
 
 
 def packs_on_graphs() -> bool:
@@ -320,14 +309,9 @@ def mask_on_host(values: Tensor, mask: Tensor) -> Tensor | None:
     return host
 
 
-@lru_cache(1)
 def _step_keeps_all() -> bool:
     """Whether Bridge's step, which packs, gives its model a mask that keeps every token, padding included."""
-    step = seam("step_packing")
-    try:
-        return not drift(step, SourceReader().find(step))
-    except NoSourceError:
-        return False
+    return installed_state("step_packing", bridge_release())[0] == "native"
 
 
 def _one_row(values: Tensor, context: int, rank: int) -> Tensor:
@@ -340,15 +324,9 @@ def _one_row(values: Tensor, context: int, rank: int) -> Tensor:
 
 def _params(values: Tensor) -> Any:
     """Return upstream's description of a pack of whole rows."""
-    from megatron.core.packed_seq_params import PackedSeqParams
-
     samples, length = values.shape[:2]
     offsets = torch.arange(samples + 1, dtype=torch.int32, device=values.device) * length
-    return PackedSeqParams(
-        qkv_format="thd",
-        **dict.fromkeys((*OFFSETS, *PADDED_OFFSETS), offsets),
-        **dict.fromkeys(("max_seqlen_q", "max_seqlen_kv"), length),
-    )
+    return pack_params(dict.fromkeys((*OFFSETS, *PADDED_OFFSETS), offsets), length)
 
 
 def _positions_on_host(old: Function) -> Function:

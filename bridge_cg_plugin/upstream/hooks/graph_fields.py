@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import inspect
 import os
-from collections.abc import Callable, Collection, Container, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -50,20 +50,15 @@ _told = Told()
 Fields = Mapping[str, dataclasses.Field[Any]]
 
 
-def missing_fields(present: Container[str], defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """Return those of the plugin's fields, with defaults, that a provider does not have."""
-    return {name: default for name, default in defaults.items() if name not in present}
-
-
 def extended_fields(present: Fields, defaults: Mapping[str, Any]) -> dict[str, dataclasses.Field[Any]]:
     """Return a provider's dataclass fields with the plugin's added."""
-    return {**present, **{name: _field(name, default) for name, default in missing_fields(present, defaults).items()}}
+    return {**present, **{name: _field(name, default) for name, default in defaults.items() if name not in present}}
 
 
 def accepting_init(original: Callable[..., None], defaults: Mapping[str, Any]) -> Callable[..., None]:
     """Return a provider's constructor with those of the plugin's fields that it lacks as keyword-only parameters."""
     signature = inspect.signature(original)
-    added = missing_fields(signature.parameters, defaults)
+    added = {name: default for name, default in defaults.items() if name not in signature.parameters}
     gone = GONE.keys() - signature.parameters
 
     @functools.wraps(original)
@@ -74,28 +69,23 @@ def accepting_init(original: Callable[..., None], defaults: Mapping[str, Any]) -
             refuse_gone(name, kwargs[name])
         original(self, *args, **kwargs)
 
-    vars(__init__)["__signature__"] = _extended(signature, added)
+    keyword, present = inspect.Parameter.KEYWORD_ONLY, list(signature.parameters.values())
+    further = [inspect.Parameter(name, keyword, default=default) for name, default in added.items()]
+    end = len(present) - any(p.kind is inspect.Parameter.VAR_KEYWORD for p in present)
+    vars(__init__)["__signature__"] = signature.replace(parameters=[*present[:end], *further, *present[end:]])
     return __init__
 
 
-def _extended(signature: inspect.Signature, added: Mapping[str, Any]) -> inspect.Signature:
-    keyword = inspect.Parameter.KEYWORD_ONLY
-    further = [inspect.Parameter(name, keyword, default=default) for name, default in added.items()]
-    present = list(signature.parameters.values())
-    end = len(present) - any(p.kind is inspect.Parameter.VAR_KEYWORD for p in present)
-    return signature.replace(parameters=[*present[:end], *further, *present[end:]])
-
-
-def give_defaults(defaults: Mapping[str, Any], provider: type) -> Callable[[], None]:
-    """Give a provider's class the defaults, for objects made before the fields; returns what takes them away."""
-    added = {name: default for name, default in defaults.items() if not hasattr(provider, name)}
+def give_defaults(defaults: Mapping[str, Any], owner: Any) -> Callable[[], None]:
+    """Give a config, or a provider's class for objects of before, the defaults; returns what takes them away."""
+    added = {name: default for name, default in defaults.items() if not hasattr(owner, name)}
     for name, default in added.items():
-        setattr(provider, name, default)
+        setattr(owner, name, default)
 
     def take_away() -> None:
         for name, default in added.items():
-            if vars(provider).get(name) is default:
-                delattr(provider, name)
+            if vars(owner).get(name) is default:
+                delattr(owner, name)
 
     return take_away
 
@@ -126,9 +116,6 @@ PATCHES = (
 )
 
 
-_ABSENT = object()
-
-
 def _values_here(options: GraphOptions, model: Any) -> dict[str, Any]:
     """Return the fields, with plain values, that say these options to a config object of the installed release.
 
@@ -137,15 +124,12 @@ def _values_here(options: GraphOptions, model: Any) -> dict[str, Any]:
     """
     if why := too_old(bridge_release()):
         raise OptionError.because("megatron-bridge", f"Cannot use graph options: {why}.")
-    fields = [name for name in (*FIELDS, TE_RNG) if hasattr(model, name)]
-    release = f"megatron-bridge {bridge_release()} (megatron-core {core_release()})"
-    return field_values(options, fields, "" if _trains_local_layers() else release)
-
-
-def _trains_local_layers() -> bool:
     from megatron.bridge.utils import cuda_graph
 
-    return not hasattr(cuda_graph, "validate_cuda_graph_configuration")
+    fields = [name for name in (*FIELDS, TE_RNG) if hasattr(model, name)]
+    release = f"megatron-bridge {bridge_release()} (megatron-core {core_release()})"
+    trains_local_layers = not hasattr(cuda_graph, "validate_cuda_graph_configuration")
+    return field_values(options, fields, "" if trains_local_layers else release)
 
 
 def apply_options(options: GraphOptions, config: Any, facts: Facts | None = None) -> None:
@@ -251,21 +235,15 @@ def graph_options_overridden(config: Any, *sources: Any) -> Iterator[GraphOption
     wanted = graph_options(config, *sources)
     targets = [getattr(config, "model", None) or config, getattr(config, "rng", None)]
     names = (*FIELDS, APPLIED, TE_RNG, "te_rng_tracker")
-    before = [(vars(t), {name: vars(t).get(name, _ABSENT) for name in names}) for t in targets if t is not None]
+    before = [(vars(t), {name: vars(t)[name] for name in names if name in vars(t)}) for t in targets if t is not None]
     try:
         apply_options(wanted, config)
         yield wanted
     finally:
         for attributes, values in before:
-            _restore(attributes, values)
-
-
-def _restore(attributes: dict[str, Any], values: dict[str, Any]) -> None:
-    for name, value in values.items():
-        if value is _ABSENT:
-            attributes.pop(name, None)
-        else:
-            attributes[name] = value
+            for name in names:
+                attributes.pop(name, None)
+            attributes.update(values)
 
 
 @contextlib.contextmanager
@@ -363,7 +341,8 @@ def environment_options(model: Any) -> Iterator[dict[str, Any]]:
             error.add_note(f"The environment variable {OPTIONS} says so.")
         raise
     if taken:
-        announce(f"{OPTIONS} sets {_listed(taken)}" + (f"; set already: {', '.join(left)}" if left else ""))
+        listed = ", ".join(f"{name}={value}" for name, value in taken.items())
+        announce(f"{OPTIONS} sets {listed}" + (f"; set already: {', '.join(left)}" if left else ""))
 
 
 def _taken(model: Any, said: Written) -> tuple[dict[str, Any], list[str]]:
@@ -377,10 +356,6 @@ def _taken(model: Any, said: Written) -> tuple[dict[str, Any], list[str]]:
     warm_up = said.facts[WARMUP]
     steps = {} if warm_up is None or WARMUP in kept else {WARMUP: warm_up}
     return {**taken, **steps}, [name for name in known if name not in taken]
-
-
-def _listed(values: dict[str, Any]) -> str:
-    return ", ".join(f"{name}={value}" for name, value in values.items())
 
 
 def _explicit_fields(model: Any) -> set[str]:

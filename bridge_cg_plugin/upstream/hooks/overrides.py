@@ -221,9 +221,10 @@ def check_word(config: Any, word: str) -> None:
             if section in ("", "model"):
                 refuse_gone(".".join(path[depth:]), match["value"])
             known = {name: f"{section}.{name}" for name in names} if section else _places(config, names, path)
-            raise OptionError.unknown(
-                match["name"], f"field of {section or 'the configuration'}", _nearest(part, known)
-            )
+            public = [name for name in known if not name.startswith("_")]
+            near = difflib.get_close_matches(part, public, n=1, cutoff=0.5)
+            what = f"field of {section or 'the configuration'}"
+            raise OptionError.unknown(match["name"], what, known[near[0]] if near else "")
         if depth == len(path) - 1 and match["value"] is not None:
             annotation = next((f.type for f in dataclasses.fields(owner) if f.name == part), "")
             check_value(match["name"], annotation, getattr(owner, part, None), match["value"])
@@ -246,23 +247,10 @@ def _places(config: Any, names: set[str], path: Sequence[str]) -> dict[str, str]
     return {**inside, **{name: name for name in (*names, *FIELDS)}}
 
 
-def _nearest(part: str, known: Mapping[str, str]) -> str:
-    """Return how the nearest field is written; empty where none is near."""
-    near = difflib.get_close_matches(part, [name for name in known if not name.startswith("_")], n=1, cutoff=0.5)
-    return known[near[0]] if near else ""
-
-
 def graph_words(words: Sequence[str]) -> list[str]:
     """Return the Hydra-style words that set graph fields of the model."""
-    return [word for word in words if _is_graph_word(word)]
-
-
-def _is_graph_word(word: str) -> bool:
-    match = _WORD.fullmatch(word)
-    if match is None or match["value"] is None:
-        return False
-    path, _, leaf = match["name"].rpartition(".")
-    return leaf in FIELDS and path in ("", "model")
+    matches = [match for match in map(_WORD.fullmatch, words) if match and match["value"] is not None]
+    return [match.string for match in matches if match["name"].removeprefix("model.") in FIELDS]
 
 
 def _leaf(word: str) -> str:

@@ -73,7 +73,8 @@ def _summing(old: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(old)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if not (_wanted(self.config) and self.config.sequence_parallel):
+        value = getattr(self.config, ALLREDUCE, None)
+        if is_unset(value) or not parse_flag(ALLREDUCE, value) or not self.config.sequence_parallel:
             return old(self, *args, **kwargs)
         owner = sys.modules[SPLIT.module]
         split = _with_sums(getattr(owner, SPLIT.target), self.pg_collection.tp)
@@ -81,11 +82,6 @@ def _summing(old: Callable[..., Any]) -> Callable[..., Any]:
             return old(self, *args, **kwargs)
 
     return forward
-
-
-def _wanted(config: Any) -> bool:
-    value = getattr(config, ALLREDUCE, None)
-    return not is_unset(value) and parse_flag(ALLREDUCE, value)
 
 
 def _with_sums(split: Callable[..., Any], group: Any) -> Callable[..., Any]:
@@ -98,27 +94,16 @@ def _with_sums(split: Callable[..., Any], group: Any) -> Callable[..., Any]:
     return split_deepstack_embs
 
 
-def rotary_stand_in(config: Any, seq_length: int, micro_batch_size: int, device: Any) -> torch.Tensor:
-    """Return a tensor of the shape and type that multimodal rotary embedding gives a layer.
-
-    It is a new one on every call: upstream decides which captures may share it.
-    """
-    size = config.kv_channels
-    percent = getattr(config, "rotary_percent", 1.0)
-    if percent < 1.0:
-        size = int(size * percent)
-    shape = (seq_length // config.context_parallel_size, micro_batch_size, 1, size)
-    return torch.zeros(shape, dtype=torch.float32, device=device)
-
-
 def _with_rotary(old: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
     @functools.wraps(old)
     def get_layer_static_inputs(self: Any, seq_length: int, micro_batch_size: int) -> dict[str, Any]:
-        inputs = old(self, seq_length, micro_batch_size)
+        inputs, config = old(self, seq_length, micro_batch_size), self.config
         captures_attention = "attention_mask" in inputs
-        if captures_attention and getattr(self.config, "position_embedding_type", None) == "mrope":
-            device = inputs["hidden_states"].device
-            inputs["rotary_pos_emb"] = rotary_stand_in(self.config, seq_length, micro_batch_size, device)
+        if captures_attention and getattr(config, "position_embedding_type", None) == "mrope":
+            size = int(config.kv_channels * min(1.0, getattr(config, "rotary_percent", 1.0)))
+            shape = (seq_length // config.context_parallel_size, micro_batch_size, 1, size)
+            # A new one on every call: upstream decides which captures may share it.
+            inputs["rotary_pos_emb"] = torch.zeros(shape, dtype=torch.float32, device=inputs["hidden_states"].device)
         return inputs
 
     return get_layer_static_inputs

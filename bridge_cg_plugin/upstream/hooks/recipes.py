@@ -170,12 +170,10 @@ def forward_step(name: str, mode: Mode) -> Callable[..., Any]:
         found: Any = getattr(importlib.import_module(module), attribute)
     except ModuleNotFoundError as error:
         raise OptionError.because("step_func", f"Cannot use the forward step {name}: {error}.") from error
-    step: Callable[..., Any] = _made(found, mode) if inspect.isclass(found) else found
+    made = inspect.isclass(found)
+    modes = {"mode": mode} if made and "mode" in inspect.signature(found).parameters else {}
+    step: Callable[..., Any] = found(**modes) if made else found
     return step
-
-
-def _made(kind: Callable[..., Any], mode: Mode) -> Any:
-    return kind(mode=mode) if "mode" in inspect.signature(kind).parameters else kind()
 
 
 def mode_of(recipe: str, benchmark: bool) -> Mode:

@@ -13,7 +13,7 @@ from ...options.packed import MAX_PACKED_SEQS
 from ...options.sources import misspelt
 from ...switches import PLUGIN
 from ..environment import OPTIONS
-from ..seams.patches import Patch, arguments_of
+from ..seams.patches import Patch
 from ..seams.registry import seam
 from ..seams.registry.bridge import SCHEDULES
 
@@ -42,15 +42,13 @@ def _of_bridge(old: Callable[..., Any]) -> Callable[..., Any]:
     return validate
 
 
-def _of_a_loop(name: str, old: Callable[..., Any]) -> Callable[..., Any]:
-    argument = arguments_of(seam(name), old)
-
+def _of_a_loop(old: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(old)
-    def schedule(*args: Any, **kwargs: Any) -> Any:
+    def schedule(*, model: Any, **others: Any) -> Any:
         from ..wrappers import config_of
 
-        _tell(config_of(argument("model", args, kwargs)))
-        return old(*args, **kwargs)
+        _tell(config_of(model))
+        return old(model=model, **others)
 
     return schedule
 
@@ -62,5 +60,5 @@ def _observed(name: str, make: Callable[[Any], Any]) -> Patch:
 
 PATCHES = (
     _observed("config_check", _of_bridge),
-    *(_observed(name, functools.partial(_of_a_loop, name)) for name in SCHEDULES),
+    *(_observed(name, _of_a_loop) for name in SCHEDULES),
 )

@@ -37,11 +37,6 @@ def check_seams(wish: Wish, features: Collection[str] = FEATURES) -> None:
     reason = refusal(wish, broken, bridge_release(), (release.bridge for release in RELEASES))
     if reason:
         raise DriftError(reason)
-    _say_what_does_not_fit(frozenset(broken))
-
-
-def _say_what_does_not_fit(broken: frozenset[str]) -> None:
-    """Say once what a run goes on without, or that the release is one that nobody has tested."""
     bridge, core = bridge_release(), core_release()
     known = is_known(bridge, core)
     if known and not broken:
@@ -109,22 +104,15 @@ def _facts(written: Written, options: GraphOptions) -> Facts:
 
 def _checked(old: Callable[..., None]) -> Callable[..., None]:
     def validate(self: Any, *args: Any, **kwargs: Any) -> None:
+        from ..wrappers import overridden  # with PyTorch, which `bridge-cg explain` does without
+
         check_training_config(self)
-        with _packs_without_graphs(self.model):
+        # megatron-core would take graphs of packs for its own, which keep what is to be recomputed.
+        whole = getattr(self.model, "recompute_granularity", None) == "full" and asks_for_packed_graphs(self.model)
+        with overridden(self.model, IMPL, "none") if whole else contextlib.nullcontext():
             return old(self, *args, **kwargs)
 
     return validate
-
-
-def _packs_without_graphs(model: Any) -> contextlib.AbstractContextManager[None]:
-    """Let megatron-core check a recompute of whole layers without graphs of packs, which it takes for its own.
-
-    These would keep what is to be recomputed; the plugin's recompute as the settings say.
-    """
-    from ..wrappers import overridden  # with PyTorch, which `bridge-cg explain` does without
-
-    whole = getattr(model, "recompute_granularity", None) == "full"
-    return overridden(model, IMPL, "none") if whole and asks_for_packed_graphs(model) else contextlib.nullcontext()
 
 
 PATCHES = (Patch(seam("config_check"), _checked),)

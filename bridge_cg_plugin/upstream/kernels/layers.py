@@ -16,12 +16,14 @@ from ...attention_bounds import UNPACKED_FROM, deterministic
 from ...graphs.instance import modules_where
 from ...offload.registry import derive
 from ...upstream_types import UpstreamModule
+from ...vision.encoder import RecordingKernels
 from ..seams.contract import BIAS_DROPOUT_ADD, SWAPS, is_shipped
 from ..seams.own_code import as_shipped, foreign_function
 from ..seams.registry.engine import EXTENSIONS, MLP, TE_ATTENTION, TE_LAYERNORM, TE_LAYERNORM_LINEAR, TE_RMSNORM
 from ..seams.states import fits
 from ..wrappers import overridden
-from .transformer_engine import fused_attention_refusal
+from .recompute import recomputing, usable_random_states
+from .transformer_engine import device_lengths, forget_attention_selection, fused_attention_refusal
 
 TE_EXTENSION = "transformer_engine_torch"
 
@@ -29,6 +31,26 @@ TE_EXTENSION = "transformer_engine_torch"
 def kernels_available() -> bool:
     """Whether the plugin's Triton kernels can run here."""
     return torch.cuda.is_available() and importlib.util.find_spec("triton") is not None
+
+
+@contextmanager
+def core_kernels(modules: Sequence[nn.Module], *others: RecordingKernels) -> Iterator[None]:
+    """Let megatron-core's layers call the plugin's kernels while a region of these modules is recorded.
+
+    Attention is chosen without reading the device. Without Triton or a GPU upstream's own functions stay.
+
+    Args:
+        modules: Roots of the modules.
+        others: Kernels of the plugin.
+
+    Raises:
+        CaptureError: Dropout draws from random states that a graph cannot use.
+    """
+    forget_attention_selection()
+    with usable_random_states(modules), recomputing(modules), device_lengths(), ExitStack() as stack:
+        for kernels in others if kernels_available() else ():
+            stack.enter_context(kernels(modules))
+        yield
 
 
 @contextmanager
@@ -50,16 +72,13 @@ def fused_layernorm_backward(modules: Sequence[nn.Module]) -> Iterator[None]:
         yield
 
 
-def begins_with_layernorm(module: UpstreamModule) -> bool:
-    """Whether a module is Transformer Engine's product with a LayerNorm before it."""
+def _has_shipped_layernorm(module: UpstreamModule) -> bool:
+    """Whether a module is Transformer Engine's product with a LayerNorm before it, as shipped."""
     layernorm_linear = sys.modules.get(TE_LAYERNORM_LINEAR)
     if layernorm_linear is None or not isinstance(module, layernorm_linear.LayerNormLinear):
         return False
-    return bool(module.normalization == "LayerNorm" and module.layer_norm_bias is not None)
-
-
-def _has_shipped_layernorm(module: nn.Module) -> bool:
-    return begins_with_layernorm(module) and as_shipped(module, "forward")
+    has_bias = module.normalization == "LayerNorm" and module.layer_norm_bias is not None
+    return has_bias and as_shipped(module, "forward")
 
 
 def _begin_branch(stream: Any, module: UpstreamModule, arguments: tuple[Any, ...]) -> None:
@@ -88,15 +107,11 @@ def fused_layer_kernels(modules: Sequence[nn.Module]) -> Iterator[None]:
             for module in modules_where(adds_so, modules) if adds else ():
                 stack.enter_context(overridden(module, name, _bias_residual(vars(module)[name])))
         attentions = modules_where(is_te_attention, modules)
-        for module in attentions if attentions and _attends_by_fused_kernels() else ():
+        for module in attentions if attentions and not deterministic() and fused_attention_refusal() is None else ():
             stack.enter_context(overridden(module, "forward", functools.partial(_attention_forward, module)))
         for module in modules_where(adds_bias_before_activation, modules):
             stack.enter_context(overridden(module, "forward", functools.partial(_mlp_forward, module)))
         yield
-
-
-def _attends_by_fused_kernels() -> bool:
-    return not deterministic() and fused_attention_refusal() is None
 
 
 def _adds_residual(name: str, module: nn.Module) -> bool:
@@ -206,11 +221,6 @@ def adds_bias_before_activation(module: UpstreamModule) -> bool:
     return not any(getattr(module.config, name, True) for name in others)
 
 
-def _is_tanh_gelu(activation: Any) -> bool:
-    is_gelu = isinstance(activation, functools.partial) and activation.func is F.gelu
-    return is_gelu and activation.keywords == {"approximate": "tanh"}
-
-
 def _mlp_forward(
     mlp: UpstreamModule, hidden_states: Tensor, per_token_scale: Tensor | None = None, **kwargs: Any
 ) -> Any:
@@ -224,11 +234,14 @@ def _mlp_forward(
     return mlp.linear_fc2(made)
 
 
-def _after_bias(activation: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def _after_bias(activation: Any) -> Callable[..., Tensor]:
     """Return what adds a bias and applies the activation: as one kernel for GELU, upstream's own for others."""
     from ...vision.kernels.bias import bias_add, bias_gelu
 
-    return bias_gelu if _is_tanh_gelu(activation) else lambda x, bias: activation(bias_add(x, bias))
+    is_gelu = isinstance(activation, functools.partial) and activation.func is F.gelu
+    if is_gelu and activation.keywords == {"approximate": "tanh"}:
+        return bias_gelu
+    return lambda x, bias: activation(bias_add(x, bias))
 
 
 BACKWARD = "rmsnorm_bwd"

@@ -151,45 +151,34 @@ def runs_again() -> bool:
 
 
 @contextmanager
-def _first_run() -> Iterator[None]:
-    global _first_runs
-    _first_runs += 1
-    try:
-        yield
-    finally:
-        _first_runs -= 1
-
-
-@contextmanager
-def _drawing_nothing(modules: Sequence[nn.Module], given: Sequence[Any]) -> Iterator[None]:
-    """Refuse draws inside, as of an adapter's dropout; warm-up passes come before a capture, which cannot tell.
+def _first_run(modules: Sequence[nn.Module], given: Sequence[Any]) -> Iterator[None]:
+    """Be in the first of two runs, which draws nothing, as of an adapter's dropout; a capture cannot tell.
 
     Attention of Transformer Engine asks for a state without dropout, too, which changes no value.
 
     Raises:
         CaptureError: Something drew, which a second run would draw otherwise.
     """
+    global _first_runs
     device = next((each.device for each in given if isinstance(each, Tensor)), CPU)
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+    capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    before = None if capturing else default_generator(device).get_state()
+    _first_runs += 1
+    try:
         yield
-        return
-    generator = default_generator(device)
-    before = generator.get_state()
-    yield
-    if torch.equal(before, generator.get_state()):
+    finally:
+        _first_runs -= 1
+    if before is None or torch.equal(before, default_generator(device).get_state()):
         return
     inside = every_module(modules)
     dropouts = (each for each in inside if isinstance(each, _DropoutNd) and each.training and each.p)
     named = next((f"a {type(each).__name__} of p={each.p}" for each in dropouts), "")
-    if named or not any(_asks_without_dropout(type(each)) for each in inside):
+    kinds = (base for each in inside for base in type(each).__mro__)
+    if named or not any((kind.__module__, kind.__name__) == ENGINES_ATTENTION for kind in kinds):
         raise CaptureError(
             "recompute inside a graph would draw other random numbers than its forward, which "
             f"{named or 'a layer'} does: let it draw nothing, or recompute nothing"
         )
-
-
-def _asks_without_dropout(kind: type[nn.Module]) -> bool:
-    return any((base.__module__, base.__name__) == ENGINES_ATTENTION for base in kind.__mro__)
 
 
 def _recomputed(
@@ -205,7 +194,7 @@ def _recomputed(
 
     def run(*given: Any) -> Any:
         with ExitStack() as stack:
-            for context in again if next(runs) else (_first_run, partial(_drawing_nothing, modules, given)):
+            for context in again if next(runs) else (partial(_first_run, modules, given),):
                 stack.enter_context(context())
             return function(*given)
 

@@ -7,7 +7,7 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -61,9 +61,13 @@ def _may_accumulate(module: nn.Module) -> bool:
 def accumulating(modules: Sequence[nn.Module]) -> Iterator[None]:
     """Let linear modules that add weight gradients to `main_grad` inside their GEMM never overwrite it instead.
 
-    A first microbatch does; a recording serves every microbatch.
+    A first microbatch does; a recording serves every microbatch. Autograd gets one element, expanded, for a gradient
+    that is there: Transformer Engine's placeholders are as large as the weights, one for each shape, and stay for good.
     """
-    with _small_placeholders(), ExitStack() as stack:
+    fitting = fits("placeholder_gradients.linear", "placeholder_gradients.layernorm_linear")
+    with ExitStack() as stack:
+        if fitting:
+            stack.enter_context(in_linear_modules("get_dummy_wgrad", lambda original: _placeholder))
         for module in modules_where(_may_accumulate, modules):
             if getattr(module, FUSING) and hasattr(module, "is_first_microbatch"):
                 stack.enter_context(overridden(module, "is_first_microbatch", False))
@@ -72,7 +76,7 @@ def accumulating(modules: Sequence[nn.Module]) -> Iterator[None]:
 
 @contextmanager
 def fused_accumulation(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Let linear modules add weight gradients to `main_grad` inside their GEMM while a region is recorded.
+    """Let linear modules add weight gradients to `main_grad` inside their GEMM, on the side stream if there is one.
 
     The sum keeps the fp32 product that a separate addition first rounds to the weight's dtype. What was set before
     comes back.
@@ -84,17 +88,7 @@ def fused_accumulation(modules: Sequence[nn.Module]) -> Iterator[None]:
             if weight is not None and weight.requires_grad and sum_of(weight) is not None:
                 stack.enter_context(overridden(module, FUSING, True))
         stack.enter_context(accumulating(modules))
-        yield
-
-
-@contextmanager
-def _small_placeholders() -> Iterator[None]:
-    """Let autograd get one element, expanded, for a weight's gradient that a GEMM has added to `main_grad`.
-
-    Transformer Engine's placeholders are as large as the weights, one for each shape, and stay for good.
-    """
-    fitting = fits("placeholder_gradients.linear", "placeholder_gradients.layernorm_linear")
-    with in_linear_modules("get_dummy_wgrad", lambda original: _placeholder) if fitting else nullcontext():
+        stack.enter_context(side_weight_gradients(modules))
         yield
 
 
@@ -133,18 +127,14 @@ def fused_attention_refusal() -> str | None:
         return "Transformer Engine does not attend by cuDNN's kernels on this GPU"
     if os.environ.get(FLASH_BACKWARD) == "1" and capability == HOPPER:
         return f"{FLASH_BACKWARD}=1 gives eager FlashAttention's backward"
-    if capability < HOPPER and _is_on(FLASH) and _is_on(FLASH_2) and _has_flash_attention():
+    may_prefer = capability < HOPPER and _is_on(FLASH) and _is_on(FLASH_2)
+    if may_prefer and importlib.import_module(TE_ATTENTION_UTILS).FlashAttentionUtils.is_installed:
         return f"Transformer Engine prefers the installed package flash-attn on this GPU; {FLASH}=0 switches it off"
     return None
 
 
 def _is_on(name: str) -> bool:
     return bool(int(os.environ.get(name, "1")))
-
-
-def _has_flash_attention() -> bool:
-    installed: bool = importlib.import_module(TE_ATTENTION_UTILS).FlashAttentionUtils.is_installed
-    return installed
 
 
 BACKWARD, VERSION = seam("attention_backward"), seam("engine_cudnn_version")
@@ -160,20 +150,15 @@ PADDED = {
 @contextmanager
 def device_lengths() -> Iterator[None]:
     """Let a recorded backward of unpacked attention mask padding behind full sequences, where cuDNN is that old."""
-    if not _copies_lengths():
+    copies = torch.cuda.is_available() and (  # of Transformer Engine's cuDNN, which need not be PyTorch's
+        getattr(importlib.import_module(VERSION.module), VERSION.target)() <= CUDNN_WITH_HOST_COPIES
+    )
+    if not copies:
         yield
         return
     backends = importlib.import_module(BACKWARD.module)
     with overridden(backends, BACKWARD.target, _with_lengths(getattr(backends, BACKWARD.target))):
         yield
-
-
-def _copies_lengths() -> bool:
-    """Whether Transformer Engine's cuDNN, which need not be PyTorch's, copies lengths from the host."""
-    if not torch.cuda.is_available():
-        return False
-    version: tuple[int, ...] = getattr(importlib.import_module(VERSION.module), VERSION.target)()
-    return version <= CUDNN_WITH_HOST_COPIES
 
 
 def _with_lengths(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -36,25 +36,14 @@ def as_shipped(owner: Any, *names: str) -> bool:
     return foreign(owner, *names) is None
 
 
-def refuse_own_code(owner: Any, *names: str) -> None:
-    """Refuse an object with a function that is not upstream's; see `foreign`.
+def refuse_own_code(found: Iterable[str | None]) -> None:
+    """Refuse what would go around a function that is not upstream's, as `foreign` and `foreign_function` find it.
 
     Raises:
-        Refused: It has one.
+        Refused: There is one.
     """
-    found = foreign(owner, *names)
-    if found is not None:
-        raise Refused(Fallback.OWN_CODE, found)
-
-
-def refuse_foreign(homes: Iterable[str], table: Mapping[str, tuple[str, ...]]) -> None:
-    """Refuse modules of Python with a function that is not the one that they shipped; see `foreign_function`.
-
-    Raises:
-        Refused: One has one.
-    """
-    for found in filter(None, (foreign_function(home, table) for home in homes)):
-        raise Refused(Fallback.OWN_CODE, found)
+    for words in filter(None, found):
+        raise Refused(Fallback.OWN_CODE, words)
 
 
 def foreign(owner: Any, *names: str) -> str | None:

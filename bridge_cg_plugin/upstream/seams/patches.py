@@ -131,7 +131,7 @@ class Patch(AtSeam):
         Where something took the plugin's place since, it is applied on what is there now.
         """
         try:
-            owner = self._owner(module)
+            owner = _reached(module, self.target.rpartition(".")[0])
             why_not = "" if self._resumes(owner) else self._replace(owner)
         except DriftError as error:
             self.state, self.reason = "broken", str(error)
@@ -198,10 +198,6 @@ class Patch(AtSeam):
         if resumed is not None:
             resumed.on = True
         return resumed is not None
-
-    def _owner(self, module: ModuleType) -> Any:
-        """Return the module or class that has the target; `_ABSENT` without one."""
-        return _reached(module, self.target.rpartition(".")[0])
 
 
 def _defines(owner: Any, attribute: str) -> bool:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from ...options import PACKED_FIELDS, PROVIDER_FIELDS, CudaGraphModule, Facts, GraphOptions
-from ...options.combinations import padded_rows
+from ...options.combinations import padded_rows, whole_moe_layers
 from ...options.language_model import IMPL, MODULES
 from ...options.normalization import ALLREDUCE, splits_deepstack
 from .activation import activate, is_on, loaded_patches
@@ -118,10 +118,6 @@ def _rotates_in_graphs(wish: Wish) -> bool:
     return captured and getattr(wish.facts.model, "position_embedding_type", None) == "mrope"
 
 
-def _packs_whole_layers(wish: Wish) -> bool:
-    return wish.options.packed.enabled and not wish.options.language_model.modules
-
-
 def _model_chunks(wish: Wish) -> int:
     return getattr(wish.facts.model, CHUNKS, None) or 1
 
@@ -161,7 +157,7 @@ _ASKS: dict[str, _Ask] = {
         lambda wish: wish.facts.moe and (wish.options.packed.enabled or padded_rows(wish.options, wish.facts))
     ),
     Feature.EXPERTS_INSIDE: _Ask(
-        lambda wish: wish.facts.moe and (_packs_whole_layers(wish) or padded_rows(wish.options, wish.facts)),
+        lambda wish: bool(whole_moe_layers(wish.options, wish.facts)),
         lambda wish: "experts in graphs of all layers",
         f"{MODULES}=attn,moe_router with packs, where experts stay eager",
     ),

@@ -7,9 +7,10 @@ forward and one of their backward in every microbatch.
 
 import functools
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
+from itertools import islice
 from typing import Any
 
 from torch import distributed, nn
@@ -26,7 +27,7 @@ from ....options.vision import audio_options
 from ....vision.workload import VisionWorkload
 from ...decoder.block import DEEPSTACK, TransformerBlockFamily
 from ...decoder.layers import levels
-from ...encoders.registry import FoundEncoder, find_encoder
+from ...encoders.registry import FoundEncoder, find_encoders
 from ...environment import check_process
 from ...kernels.recompute import random_states
 from ...parallel.process_groups import (
@@ -73,9 +74,7 @@ def encoder_helper(
     Raises:
         OptionError: An option cannot work.
     """
-    found = found or find_encoder(model)
-    assert found is not None, f"{type(model).__name__} has no encoder that is declared"
-    vision_model, holder, family = found
+    vision_model, holder, family = found or find_encoders(model)[0]
     provider = getattr(holder, "config", None)
     source = provider if hasattr(provider, "vision_cuda_graph_impl") else config
     check_process()
@@ -225,17 +224,12 @@ def checked_options(config: Any) -> GraphOptions:
 
 def find_decoders(chunks: Sequence[nn.Module]) -> list[nn.Module]:
     """Return the language-model decoder of every chunk that has layers, under any wrapper."""
-    found = (next(_holders([chunk]), None) for chunk in chunks)
-    return [holder.decoder for holder in found if holder is not None]
-
-
-def _holders(chunks: Sequence[nn.Module]) -> Iterator[Any]:
-    """Yield what may be the language model: modules that have a decoder with layers."""
-    for module in (module for chunk in chunks for module in unwrapped(chunk)):
-        for holder in (getattr(module, "language_model", None), module):
-            decoder = getattr(holder, "decoder", None)
-            if isinstance(decoder, nn.Module) and len(getattr(decoder, "layers", ())):
-                yield holder
+    found: list[nn.Module] = []
+    for modules in map(unwrapped, chunks):
+        models = (model for module in modules for model in (getattr(module, "language_model", None), module))
+        decoders = (getattr(model, "decoder", None) for model in models)
+        found += islice((d for d in decoders if isinstance(d, nn.Module) and len(getattr(d, "layers", ()))), 1)
+    return found
 
 
 def _deepstack(chunks: Sequence[nn.Module], decoder: nn.Module) -> int:
@@ -263,18 +257,13 @@ def without_exchanges(decoder: nn.Module, experts: distributed.ProcessGroup | No
     return without_collectives(*sharing_groups(decoder), *levels(decoder), *together)
 
 
-def takes_images(chunks: nn.Module | Sequence[nn.Module]) -> bool:
-    """Whether a model, or its stage of a pipeline, is Bridge's Qwen3-VL or Qwen3.5-VL."""
-    kind = getattr(sys.modules.get(MODEL), MODEL_OF_PROVIDER, None)
-    return kind is not None and any(isinstance(holder, kind) for holder in holders(chunks))
-
-
 def _without_capture(old: Callable[..., Any]) -> Callable[..., Any]:
-    """Let a step whose layers are on graphs run as it is."""
+    """Let a step of Bridge's Qwen3-VL or Qwen3.5-VL, whose layers are on graphs, run as it is."""
 
     @functools.wraps(old)
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if takes_images(kwargs.get("model", ())):
+        kind = getattr(sys.modules.get(MODEL), MODEL_OF_PROVIDER, ())
+        if any(isinstance(holder, kind) for holder in holders(kwargs.get("model", ()))):
             return self.forward_backward_func(*args, **kwargs)
         return old(self, *args, **kwargs)
 

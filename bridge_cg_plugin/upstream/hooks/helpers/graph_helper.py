@@ -110,12 +110,6 @@ def active_graphs() -> list[GraphManager]:
     return [helper.graphs for helper in active_helpers() if helper.graphs is not None]
 
 
-def has_graphs(chunks: Sequence[nn.Module]) -> bool:
-    """Whether a module of a model is on some helper's graphs, or is to be."""
-    graphed = {graphs.model for graphs in active_graphs()}
-    return bool(graphed) and not graphed.isdisjoint(module for chunk in chunks for module in chunk.modules())
-
-
 def drop_graphs(module: nn.Module | None = None) -> None:
     """Report and drop the graphs of a module; of every module without one."""
     for helper in active_helpers():
