@@ -201,9 +201,9 @@ def test_mixes_replayed_with_cudnns(cudnn, tower_module, model, grads, graphs_of
 def test_a_tower_with_flash_attentions(flash_attention, tower_module, model, grads, graphs_of, monkeypatch):
     calls, original = [], flash_attention.flash_attention
     monkeypatch.setattr(flash_attention, "flash_attention", lambda *args: (calls.append(args[4]), original(*args))[1])
-    helper = graphs_of(buckets=(1024, 2048, 9216), max_frames=48, attention="flash")
+    helper = graphs_of(buckets=(1024, 2048), max_frames=48, attention="flash")
     assert calls and helper.graphs.workload.kernels.attention == "flash"
-    grids = [(1, 28, 28)], [(1, 32, 32)], [(1, 40, 36), (1, 20, 20)], [(8, 10, 14)], [(1, 96, 96)]
+    grids = [(1, 28, 28)], [(1, 32, 32)], [(1, 40, 36), (1, 20, 20)], [(8, 10, 14)]
 
     def near(outputs, eagers, exact):
         print(f"outputs from fp32: {distance(outputs, exact):.2e}, eager's {distance(eagers, exact):.2e}")
