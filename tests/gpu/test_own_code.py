@@ -84,6 +84,8 @@ def test_the_contract_names_what_kernels_of_a_gpu_go_around(kernels):
     recorded = functions_run(lambda: helpers.append(on_graphs(model, kernels)))
     try:
         assert helpers[0].graphs.failure is None
-        assert missing(eager - recorded) == []
+        gone = missing(eager - recorded)
+        print(*gone, sep="\n")
+        assert gone == []
     finally:
         helpers[0].delete_cuda_graphs()
