@@ -63,10 +63,11 @@ import torch
 
 from bridge_cg_plugin.offload import offloading
 from bridge_cg_plugin.upstream.encoders import qwen3_vl
+from bridge_cg_plugin.upstream.kernels import layers
 from tests.interpreted import prepare
 
 prepare()
-qwen3_vl.kernels_available = lambda: True
+layers.kernels_available = qwen3_vl.kernels_available = lambda: True
 from tests.unit.towers import graphs_on, new_tower, results
 
 tower, rows = new_tower(layers=2), [[1, 2, 4], [1, 2, 2]]
