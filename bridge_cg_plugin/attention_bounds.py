@@ -77,6 +77,11 @@ def segment_limits(tokens: int, max_segments: int, unpacked_from: int | None = N
     return _cheapest_first(bounds, tokens, lambda segments, largest: scan_cost(segments, largest, unpacked_from))
 
 
+def attended_limits(tokens: int, max_frames: int, directly: bool) -> list[tuple[int, ...]]:
+    """Return `scanned_limits` where cuDNN is called directly, else `frame_limits`."""
+    return [*(scanned_limits if directly else frame_limits)(tokens, max_frames)]
+
+
 def scanned_limits(tokens: int, max_frames: int) -> list[tuple[int, int]]:
     """Return the bounds as `frame_limits`, for attention that scans exactly frames x largest frame.
 

@@ -112,9 +112,11 @@ def width() -> int:
     return shutil.get_terminal_size((WIDTH if sys.stdout.isatty() else PIPED_WIDTH, 0)).columns
 
 
-def wrapped(text: str) -> list[str]:
-    """Return lines that fit into a terminal; what goes on is indented further than the text begins."""
-    if len(text) <= (most := width()):
-        return [text]
-    indent = " " * (len(text) - len(text.lstrip()) + 2)
-    return textwrap.wrap(text, most, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+def wrapped(*texts: str) -> list[str]:
+    """Return lines of texts that fit into a terminal; what goes on is indented further than its text begins."""
+    lines: list[str] = []
+    wrapper = textwrap.TextWrapper(width(), break_long_words=False, break_on_hyphens=False)
+    for text in texts:
+        wrapper.subsequent_indent = " " * (len(text) - len(text.lstrip()) + 2)
+        lines += wrapper.wrap(text) if len(text) > wrapper.width else [text]
+    return lines

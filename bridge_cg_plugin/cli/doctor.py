@@ -272,7 +272,7 @@ def render(found: Diagnosis, details: bool = False) -> str:
     lines += [line for problem in found.problems for line in (f"  {problem.what}", f"    -> {problem.remedy}")]
     lines += ["", *_summary(found)]
     lines += _details(found) if details else ["bridge-cg doctor --details names every seam"]
-    return "\n".join(line for text in lines for line in wrapped(text))
+    return "\n".join(wrapped(*lines))
 
 
 def _summary(found: Diagnosis) -> Iterator[str]:

@@ -1,6 +1,5 @@
 """Graph options as one typed value, from whatever a user wrote, and back; what `cuda_graphs` comes to on a model."""
 
-import importlib.metadata
 import warnings as python_warnings
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -43,11 +42,17 @@ from .language_model import (
 )
 from .packed import MAX_PACKED_SEQS, PACKED, packed_options
 from .sources import LANGUAGE_MODEL_FIELDS, Written, collect
-from .vision import PROVIDER_FIELDS, SCOPE_FIELD, VISION, WITHOUT_GRAPHS, VisionGraphOptions, vision_options
+from .vision import (
+    PROVIDER_FIELDS,
+    SCOPE_FIELD,
+    VISION,
+    WITHOUT_GRAPHS,
+    VisionGraphOptions,
+    has_flash_attention,
+    vision_options,
+)
 
 VISION_IMPL, KERNELS, ATTENTION = (PROVIDER_FIELDS[name] for name in ("impl", "kernels", "attention"))
-# The package behind `vision_cuda_graph_attention=flash`.
-FLASH_ATTENTION = "flash-attn-4"
 UNTRIED = "no graphs of such layers were tried on a GPU"
 # Experts in a region take memory that grows with the ranks that share them.
 MOST_EXPERT_RANKS = 2
@@ -150,15 +155,8 @@ def refuse_other_trackers(written: Written) -> None:
 
 
 def _vision(setting: str) -> Iterator[_Candidate]:
-    kernels = {KERNELS: "exact"} if setting == "exact" else {ATTENTION: "flash"} if _has_flash_attention() else {}
+    kernels = {KERNELS: "exact"} if setting == "exact" else {ATTENTION: "flash"} if has_flash_attention() else {}
     yield _Candidate({VISION_IMPL: "transformer_engine", **kernels}, "the whole encoder")
-
-
-def _has_flash_attention() -> bool:
-    try:
-        return bool(importlib.metadata.version(FLASH_ATTENTION))
-    except importlib.metadata.PackageNotFoundError:
-        return False
 
 
 def _language_model(facts: Facts, written: Written) -> Iterator[_Candidate]:

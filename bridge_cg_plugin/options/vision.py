@@ -1,5 +1,6 @@
 """Options of the vision encoder and its graphs, and what they have in common with those of packs."""
 
+import importlib.metadata
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -69,6 +70,8 @@ OFFLOADED = None, some_of(OFFLOAD_MODULES), f"parts whose activations are offloa
 RECOMPUTED = None, some_of(RECOMPUTE), f"what the backward recomputes: {', '.join(RECOMPUTE)}; all or none"
 TARGET = None, positive_number, "device memory of a slot; offloading and recompute keep below it"
 
+# The package behind `vision_cuda_graph_attention=flash`.
+FLASH_ATTENTION = "flash-attn-4"
 SCOPE = ("attn", "mlp")
 # Offsets of frames are 32-bit integers.
 MOST_TOKENS = 2**31 - 1
@@ -207,6 +210,14 @@ VISION = Group(
 )
 # Option -> field of a model provider. `impl` and `max_seq_length` are upstream's own.
 PROVIDER_FIELDS = VISION.fields
+
+
+def has_flash_attention() -> bool:
+    """Whether the package behind `vision_cuda_graph_attention=flash` is installed."""
+    try:
+        return bool(importlib.metadata.version(FLASH_ATTENTION))
+    except importlib.metadata.PackageNotFoundError:
+        return False
 
 
 def vision_options(source: Any, merge_unit: int = 4, unit: str = "one embedding") -> VisionGraphOptions:

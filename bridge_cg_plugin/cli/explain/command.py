@@ -140,7 +140,7 @@ def render(answer: Answer, details: bool = False) -> str:
     lines += _details(answer) if answer.has_encoder is None else []
     lines += [*answer.notes, *(f"warning: {text}" for text in answer.options.warnings)]
     lines += [] if details or answer.has_encoder is None else ["--details shows what is captured, options and records"]
-    return "\n".join(line for text in lines for line in wrapped(text))
+    return "\n".join(wrapped(*lines))
 
 
 def _details(answer: Answer) -> list[str]:

@@ -140,10 +140,10 @@ def _said(page: Page, mark: str = "") -> list[str]:
 
 def to_terminal(page: Page) -> str:
     """Return a page as lines for a terminal."""
-    lines = [line for text in (page.title, *page.origins) for line in wrapped(text)]
+    lines = wrapped(page.title, *page.origins)
     for shown in page.tables:
         lines += ["", shown.title, *table([shown.header, *shown.rows]), *(wrapped(shown.note) if shown.note else [])]
-    said = [line for text in _said(page) for line in wrapped(text)]
+    said = wrapped(*_said(page))
     return "\n".join([*lines, *([""] if said else []), *said])
 
 

@@ -52,7 +52,7 @@ def main(arguments: Sequence[str] | None = None, script: str = __file__) -> int:
             print(looked, file=sys.stderr)
             return 2
         if status == first_look.ALONE:
-            say(*_lines(looked))
+            say(*wrapped(*looked.splitlines()))
             return 0
         if parsed.launcher == "torchrun" and not parsed.dry_run:
             command = [*torchrun(parsed.gpus_per_node), str(Path(script).resolve()), *given, "--launcher", "none"]
@@ -71,12 +71,13 @@ def main(arguments: Sequence[str] | None = None, script: str = __file__) -> int:
                     check_bridge(parsed.recipe, run.config, run.options, gpus)
     except OptionError as error:
         if looked and isinstance(error.__cause__, RuntimeError):  # building it asks for a GPU
-            say(*_lines(looked))
+            say(*wrapped(*looked.splitlines()))
             return 0
         print(error, file=sys.stderr)
         return 2
     if rank() == 0:
-        say(*_lines(first_look.dry_run(parsed.recipe, run.mode, run.step, run.options, missing)))
+        answer = first_look.dry_run(parsed.recipe, run.mode, run.step, run.options, missing)
+        say(*wrapped(*answer.splitlines()))
     if parsed.dry_run:
         return 0
     if parsed.record is None:
@@ -84,10 +85,6 @@ def main(arguments: Sequence[str] | None = None, script: str = __file__) -> int:
     else:
         record(run, parsed.record)
     return 0
-
-
-def _lines(answer: str) -> list[str]:
-    return [line for text in answer.splitlines() for line in wrapped(text)]
 
 
 def record(run: Prepared, file: Path) -> None:

@@ -22,7 +22,7 @@ from torch.autograd.function import once_differentiable
 
 from ...announce import warn
 from ...graphs.errors import named
-from ...options.normalization import FLASH_ATTENTION as PACKAGE
+from ...options.vision import FLASH_ATTENTION as PACKAGE
 from ...vision.kernels.cudnn_attention import refuse_capture
 from ...vision.kernels.packed_attention import masked_attention
 from ...vision.kernels.padding import clear_padding

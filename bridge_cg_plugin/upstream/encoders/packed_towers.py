@@ -4,7 +4,7 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Self, cast
@@ -235,9 +235,10 @@ def reordering_kernels(modules: Sequence[nn.Module]) -> Iterator[None]:
 
     The backward of linear layers multiplies aligned matrices and sums a bias's gradient, that of RMSNorm is one kernel.
     """
-    with ExitStack() as stack:
-        stack.enter_context(forwards_replaced(modules, _aligned_forward, _gains_by_alignment))
-        stack.enter_context(forwards_replaced(modules, _rms_norm_forward, _has_rms_norm_kernel))
+    with (
+        forwards_replaced(modules, _aligned_forward, _gains_by_alignment),
+        forwards_replaced(modules, _rms_norm_forward, _has_rms_norm_kernel),
+    ):
         yield
 
 

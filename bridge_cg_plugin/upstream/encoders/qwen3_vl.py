@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ...attention_bounds import DETERMINISTIC_TOKENS, frame_limits, scanned_limits
+from ...attention_bounds import DETERMINISTIC_TOKENS, attended_limits
 from ...graphs.buckets import Bucket
 from ...graphs.program import Buffers, Call
 from ...language.packed.batch import OFFSETS
@@ -83,7 +83,7 @@ class Qwen3VLEncoder(GridEncoder):
 
     def bounds(self, capacity: int, frames: int, directly: bool) -> list[tuple[int, ...]]:
         """See `Encoder`: without cuDNN called directly, those of Transformer Engine's attention."""
-        return [*(scanned_limits if directly else frame_limits)(capacity, frames)]
+        return attended_limits(capacity, frames, directly)
 
 
 def fused_kernels(modules: Sequence[nn.Module]) -> AbstractContextManager[None]:

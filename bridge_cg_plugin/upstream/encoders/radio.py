@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ...attention_bounds import DETERMINISTIC_TOKENS, frame_limits, scanned_limits
+from ...attention_bounds import DETERMINISTIC_TOKENS, attended_limits
 from ...graphs.buckets import GRANULARITY, Bucket, round_up
 from ...graphs.fallback import Fallback
 from ...graphs.instance import own_method
@@ -190,7 +190,7 @@ class PackedLayers(RadioLayers):
 
     def bounds(self, capacity: int, frames: int, directly: bool) -> list[tuple[int, ...]]:
         """See `Encoder`."""
-        return [*(scanned_limits if directly else frame_limits)(capacity, frames)]
+        return attended_limits(capacity, frames, directly)
 
 
 def _misfit(batch: EncoderBatch) -> str | None:
