@@ -110,6 +110,19 @@ def test_other_calls_stay_transformer_engines(attention, call):
 OTHER_KINDS = {"attention_dropout": 0.1, "softmax_type": "learnable", "return_max_logit": True, "window_size": (8, 8)}
 
 
+def another(*args):
+    raise NotImplementedError
+
+
+@pytest.mark.parametrize(
+    "owner, name, value", [(None, "fused_attn_bwd", another), ("FusedAttnFunc", "forward", staticmethod(another))]
+)
+def test_attention_with_others_kernels_stays_transformer_engines(attention, monkeypatch, owner, name, value):
+    backends = importlib.import_module(TE_ATTENTION_BACKENDS)
+    monkeypatch.setattr(getattr(backends, owner) if owner else backends, name, value)
+    assert not attends(attention)
+
+
 @pytest.mark.parametrize("name, value", [*OTHER_KINDS.items(), ("fp8", "hybrid"), ("context_parallel_size", 2)])
 def test_attention_of_another_kind_stays_transformer_engines(attention, name, value):
     owner = attention if name in OTHER_KINDS else attention.config

@@ -17,9 +17,17 @@ from ...graphs.instance import modules_where
 from ...offload.registry import derive
 from ...upstream_types import UpstreamModule
 from ...vision.encoder import RecordingKernels
-from ..seams.contract import BIAS_DROPOUT_ADD, SWAPS, is_shipped
+from ..seams.contract import BIAS_DROPOUT_ADD, SWAPS, all_shipped, is_shipped
 from ..seams.own_code import as_shipped, foreign_function
-from ..seams.registry.engine import EXTENSIONS, MLP, TE_ATTENTION, TE_LAYERNORM, TE_LAYERNORM_LINEAR, TE_RMSNORM
+from ..seams.registry.engine import (
+    EXTENSIONS,
+    MLP,
+    TE_ATTENTION,
+    TE_ATTENTION_BACKENDS,
+    TE_LAYERNORM,
+    TE_LAYERNORM_LINEAR,
+    TE_RMSNORM,
+)
 from ..seams.states import fits
 from ..wrappers import overridden
 from .recompute import recomputing, usable_random_states
@@ -181,7 +189,7 @@ def is_te_attention(module: nn.Module) -> bool:
         return False
     kernels = filter(None, map(module._modules.get, ("fused_attention", "flash_attention")))
     (base, *_) = extensions.TEDotProductAttention.__bases__
-    shipped = is_shipped(TE_ATTENTION, vars(base).get("forward"))
+    shipped = is_shipped(TE_ATTENTION, vars(base).get("forward")) and all_shipped(TE_ATTENTION_BACKENDS)
     return shipped and all(as_shipped(each, "forward") for each in (module, *kernels))
 
 

@@ -128,7 +128,11 @@ SWAPS: dict[str, tuple[str, ...]] = {
         "TELayerNormColumnParallelLinear.forward",
     ),
     f"{_TE}.attention.dot_product_attention.dot_product_attention": ("DotProductAttention.forward",),
-    f"{_TE}.attention.dot_product_attention.backends": ("FusedAttention.forward", "FlashAttention.forward"),
+    f"{_TE}.attention.dot_product_attention.backends": (
+        *("FusedAttention.forward", "FlashAttention.forward", *_methods("FusedAttnFunc", "forward", "backward")),
+        *("fused_attn_fwd", "fused_attn_bwd"),
+        *("_fused_attn_forward_impl", "_fused_attn_setup_ctx", "_fused_attn_backward_impl"),
+    ),
     f"{_TE}.module.layernorm_linear": ("LayerNormLinear.forward", "_LayerNormLinear.forward"),
     f"{_TE}.module.grouped_linear": ("GroupedLinear.forward", f"GroupedLinear.{WEIGHTS}"),
     f"{_TE}.module.linear": (f"Linear.{WEIGHTS}",),
@@ -212,6 +216,13 @@ def shipped(module: str, target: str) -> Any:
 def is_shipped(module: str, function: Any) -> bool:
     """Whether a function is one that a module shipped at a place of the contract."""
     return function is not None and any(shipped(module, target) is function for target in CONTRACT[module])
+
+
+def all_shipped(module: str) -> bool:
+    """Whether a module holds what it shipped, or what the plugin put there, at each of its places of the contract."""
+    targets = {f"{module}.{target}": target for target in CONTRACT[module]}
+    held = zip(PLACES, held_now(), strict=True)
+    return all(upstreams(now) is shipped(module, targets[place]) for place, now in held if place in targets)
 
 
 def _entries(registry: Any) -> Any:
