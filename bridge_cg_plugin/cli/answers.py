@@ -20,7 +20,7 @@ PIPED_WIDTH = 160
 
 
 class AnswerError(Exception):
-    """Standard output does not take the answer."""
+    """A command cannot read its input or write its answer; the message says why."""
 
 
 @contextmanager

@@ -19,12 +19,10 @@ from bridge_cg_plugin.upstream.seams.source_reader import (
 )
 from bridge_cg_plugin.upstream.seams.states import compare, feature_states, lost_features, lost_with
 
+from .answers import AnswerError
+
 INSTALLED = "installed"
 _DISTRIBUTION = re.compile(r"megatron_(bridge|core)-([^/-]+)\.dist-info")
-
-
-class AuditError(Exception):
-    """An argument cannot be audited; the message says why."""
 
 
 @dataclass(slots=True)
@@ -57,7 +55,7 @@ def audit(sources: Sequence[str], package: str = "") -> Audit:
         package: The top-level package whose seams are compared; all where it is empty.
 
     Raises:
-        AuditError: A source is neither, or has no module of upstream, or the release is too old.
+        AnswerError: A source is neither, or has no module of upstream, or the release is too old.
     """
     readers: list[ReadModule] = []
     found = Audit()
@@ -68,7 +66,7 @@ def audit(sources: Sequence[str], package: str = "") -> Audit:
     reader = SourceReader(partial(_read, readers))
     release = found.versions.get("bridge", "")
     if why := too_old(release):
-        raise AuditError(f"Cannot audit {', '.join(sources)}: {why}.")
+        raise AnswerError(f"Cannot audit {', '.join(sources)}: {why}.")
     found.known = is_known(release, found.versions.get("core", ""))
     for seam in (each for each in SEAMS if package in ("", each.module.partition(".")[0])):
         state, reason = compare(seam, reader, release)
@@ -80,7 +78,7 @@ def audit(sources: Sequence[str], package: str = "") -> Audit:
             found.fits.append(seam.name)
     found.features = {str(feature): asdict(state) for feature, state in feature_states(found.drift).items()}
     if not found.fits and not found.drift:
-        raise AuditError(f"Cannot audit {', '.join(sources)}: no module of Bridge or megatron-core is in there.")
+        raise AnswerError(f"Cannot audit {', '.join(sources)}: no module of Bridge or megatron-core is in there.")
     return found
 
 
@@ -102,7 +100,7 @@ def _open(source: str) -> tuple[ReadModule, dict[str, str]]:
         return installed, {"bridge": release} if release else {}
     path = Path(source)
     if not path.is_dir() and not zipfile.is_zipfile(path):
-        raise AuditError(f"Cannot audit {source}: it must be a wheel, a folder or the word {INSTALLED}.")
+        raise AnswerError(f"Cannot audit {source}: it must be a wheel, a folder or the word {INSTALLED}.")
     folder = path if path.is_dir() else zipfile.Path(path)
     found = map(_DISTRIBUTION.fullmatch, sorted(entry.name for entry in folder.iterdir()))
     read = from_folders([folder, folder / "src"])  # where Bridge's repository has its package

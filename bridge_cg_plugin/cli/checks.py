@@ -175,8 +175,14 @@ def check_fit(config: Any, gpus: int | None) -> None:
     Raises:
         OptionError: Names the fields and what is needed.
     """
-    if gpus is not None and not has_gpus_of_parts(config.model):
-        _check_layouts(config.model, gpus)
+    whole = None if has_gpus_of_parts(config.model) else gpus
+    for sizes in (_sizes_of(config.model, fields) for fields in LAYOUTS):
+        multiple = math.prod(sizes.values())
+        if whole is not None and whole % multiple:
+            said = " and ".join(f"model.{field}={size}" for field, size in sizes.items())
+            needs = f"{'need' if len(sizes) > 1 else 'needs'} a multiple of {multiple}"
+            here = f"{whole} GPUs" if whole > 1 else "one GPU"
+            raise OptionError.because("gpus", f"Cannot train on {here}: {said} {needs}. Change either.")
     batch, micro = config.train.global_batch_size, config.train.micro_batch_size
     shares = 1 if gpus is None else replicas(config.model, gpus)
     if config.train.rampup_batch_size is not None or not (batch and micro) or batch % (micro * shares) == 0:
@@ -184,19 +190,3 @@ def check_fit(config: Any, gpus: int | None) -> None:
     shared = f" times {shares} data-parallel replicas" if shares > 1 else ""
     allowed = f"a multiple of train.micro_batch_size={micro}{shared}"
     raise OptionError("train.global_batch_size", batch, allowed, f"Write a multiple of {micro * shares}.")
-
-
-def _check_layouts(model: Any, gpus: int) -> None:
-    """Refuse a layout that does not divide the GPUs.
-
-    Raises:
-        OptionError: Names the fields and what is needed.
-    """
-    for fields in LAYOUTS:
-        sizes = _sizes_of(model, fields)
-        multiple = math.prod(sizes.values())
-        if gpus % multiple:
-            said = " and ".join(f"model.{field}={size}" for field, size in sizes.items())
-            needs = f"{'need' if len(sizes) > 1 else 'needs'} a multiple of {multiple}"
-            here = f"{gpus} GPUs" if gpus > 1 else "one GPU"
-            raise OptionError.because("gpus", f"Cannot train on {here}: {said} {needs}. Change either.")

@@ -12,6 +12,7 @@ from dataclasses import asdict
 from typing import NoReturn
 
 from bridge_cg_plugin import __version__
+from bridge_cg_plugin.options import OptionError
 
 from .answers import AnswerError, Tell, answer_alone, open_closed, say
 from .explain import command as explained
@@ -45,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     open_closed()
     try:
         return _run(list(sys.argv[1:] if arguments is None else arguments), lasting=arguments is None)
-    except AnswerError as error:
+    except (AnswerError, OptionError) as error:
         print(error, file=sys.stderr)
         return 2
 
@@ -99,15 +100,9 @@ def _run(given: Sequence[str], lasting: bool) -> int:
         parser.error(f"unrecognized arguments: {' '.join(rest)}" + (f". Did you mean {near[0]}?" if near else ""))
     alone = args.json or args.command in ("explain", "doctor")  # libraries print
     with answer_alone(lasting) if alone else nullcontext(say) as tell:
-        runs: dict[str, Callable[[], int]] = {
-            "explain": lambda: explained.run(given[given.index("explain") + 1 :], tell),
-            "report": lambda: reports.run_report(args, tell),
-            "plan": lambda: planner.run(args, tell),
-            "recipes": lambda: explained_recipes.run(args.filter, args.json, args.all, tell),
-            "audit": lambda: _audit(args.sources, args.json, tell),
-            "doctor": lambda: _doctor(args, tell),
-        }
-        return runs[args.command]()
+        if args.command == "explain":
+            return explained.run(given[given.index("explain") + 1 :], tell)
+        return RUNS[args.command](args, tell)
 
 
 def _doctor(args: argparse.Namespace, tell: Tell) -> int:
@@ -118,16 +113,18 @@ def _doctor(args: argparse.Namespace, tell: Tell) -> int:
     return 1 if found.problems else 0
 
 
-def _audit(sources: Sequence[str], as_json: bool, tell: Tell) -> int:
-    from .audit import AuditError, audit, render
+def _audit(args: argparse.Namespace, tell: Tell) -> int:
+    from .audit import audit, render
 
-    try:
-        found = audit(sources)
-    except AuditError as error:
-        print(error, file=sys.stderr)
-        return 2
-    tell(json.dumps(asdict(found)) if as_json else render(found))
+    found = audit(args.sources)
+    tell(json.dumps(asdict(found)) if args.json else render(found))
     return 1 if found.drift else 0
+
+
+RUNS: dict[str, Callable[[argparse.Namespace, Tell], int]] = {
+    **{"report": reports.run_report, "plan": planner.run, "recipes": explained_recipes.run},
+    **{"audit": _audit, "doctor": _doctor},
+}
 
 
 if __name__ == "__main__":

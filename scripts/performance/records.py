@@ -1,13 +1,14 @@
 """What benchmarks share: parsers of command lines, and records, whose fields docs/benchmarks/format.md explains."""
 
 import argparse
+import json
 import re
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from bridge_cg_plugin.cli.runs.results import ROOT, read_records, write_records
+from bridge_cg_plugin.cli.runs.results import ROOT, write_records
 
 FOLDER = ROOT / "docs" / "benchmarks"
 REQUIRED = ("case", "mode", "repeats", "seed", "date", "gpu", "versions", "command")
@@ -33,6 +34,11 @@ def check_record(record: dict[str, Any]) -> None:
         raise ValueError(f"{where}: neither a measurement ({', '.join(MEASUREMENTS)}) nor an error")
     if unknown := record.keys() - fields():
         raise ValueError(f"{where}: unknown field {min(unknown)!r}; add it to docs/benchmarks/format.md")
+
+
+def read_records(path: Path) -> list[dict[str, Any]]:
+    """Return a file's records; none if there is no file."""
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def put_record(path: Path, record: dict[str, Any]) -> None:

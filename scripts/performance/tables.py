@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from bridge_cg_plugin.attention_bounds import SIDE_STREAM_UP_TO
-from bridge_cg_plugin.cli.runs.results import read_records
+from scripts.performance.records import read_records
 
 FOLDER = ROOT / "docs" / "benchmarks"
 NOTES = "## Notes\n"

@@ -2,9 +2,8 @@
 
 import pytest
 
-from bridge_cg_plugin.cli.runs.results import read_records
 from scripts.performance import bench_vision
-from scripts.performance.records import check_record
+from scripts.performance.records import check_record, read_records
 from tests.models.encoders import ENCODERS
 
 LAYERS = 4

@@ -13,7 +13,8 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from bridge_cg_plugin.cli.audit import AuditError, audit
+from bridge_cg_plugin.cli.answers import AnswerError
+from bridge_cg_plugin.cli.audit import audit
 from bridge_cg_plugin.cli.main import main
 from bridge_cg_plugin.options import OptionError, graph_options
 from bridge_cg_plugin.upstream.hooks import graph_fields
@@ -172,7 +173,7 @@ def test_sets_are_pinned_as_containers_have_them():
 def test_arguments_that_are_no_release(tmp_path, capsys):
     (tmp_path / "text.whl").write_text("no archive")
     for argument in (tmp_path / "text.whl", tmp_path / "absent", tmp_path):
-        with pytest.raises(AuditError, match=f"^Cannot audit {argument}: "):
+        with pytest.raises(AnswerError, match=f"^Cannot audit {argument}: "):
             audit([str(argument)])
     assert main(["audit", str(tmp_path)]) == 2
     assert "no module of Bridge" in capsys.readouterr().err

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from bridge_cg_plugin.cli.runs.results import read_records
 from scripts.performance import bench_vision, records, tables
+from scripts.performance.records import read_records
 from tests.models.encoders import ENCODERS
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 from bridge_cg_plugin.cli.explain.command import Answer, render
 from bridge_cg_plugin.cli.explain.models import sizes_of
 from bridge_cg_plugin.cli.measured import CARDS, NotMeasured, layers_of, nearest, records
-from bridge_cg_plugin.cli.runs.results import ROOT, read_records
+from bridge_cg_plugin.cli.runs.results import ROOT
 from bridge_cg_plugin.options import graph_options
 from scripts.performance.bench_recipe import CASES
+from scripts.performance.records import read_records
 from tests.models.language_model import SHAPES, settings_of
 
 AUTO = "vision_cuda_graph_kernels=auto"

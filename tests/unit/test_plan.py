@@ -11,10 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bridge_cg_plugin.attention_bounds import pack_buckets, refuse_pack
+from bridge_cg_plugin.cli.answers import AnswerError
 from bridge_cg_plugin.cli.main import main
 from bridge_cg_plugin.cli.planner import command
 from bridge_cg_plugin.cli.planner.command import LEFT_EAGER, Packing, RankLayout, plan_packs
-from bridge_cg_plugin.cli.planner.documents import PlanError, first_fit, padded_documents, padded_packs, read_documents
+from bridge_cg_plugin.cli.planner.documents import first_fit, padded_documents, padded_packs, read_documents
 from bridge_cg_plugin.graphs.buckets import EXACT_BELOW
 
 documents = st.lists(st.integers(1, 500), min_size=1, max_size=80)
@@ -165,7 +166,7 @@ def test_files_that_cannot_be_planned_from(tmp_path, name):
     text, message = BAD_FILES[name]
     if text is not None:
         write(tmp_path / name, text)
-    with pytest.raises(PlanError, match=message):
+    with pytest.raises(AnswerError, match=message):
         read_documents(tmp_path / name)
 
 

@@ -6,7 +6,6 @@ import copy
 import difflib
 import json
 import re
-import sys
 import warnings
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -23,7 +22,7 @@ from bridge_cg_plugin.options.vision import PROVIDER_FIELDS
 from bridge_cg_plugin.recipes import GPUS, with_graphs
 from bridge_cg_plugin.upstream.seams.encoders import NO_ADAPTER, encoder_of, has_audio_encoder
 
-from ..answers import Tell, table, wrapped
+from ..answers import AnswerError, Tell, table, wrapped
 from ..checks import add_counts, check_fit, divided, layout_in_words, recipe_in, refuse_flags
 from ..measured import Nearest, nearest
 from . import models
@@ -167,7 +166,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(given: Sequence[str], tell: Tell) -> int:
-    """Print what a command line resolves to; returns 2 if it is refused, else 0.
+    """Print what a command line resolves to; returns the exit status.
 
     Args:
         given: A recipe's name, what is written beside it, and flags.
@@ -175,9 +174,8 @@ def run(given: Sequence[str], tell: Tell) -> int:
     """
     try:
         answer = look(given)
-    except (OptionError, RuntimeError) as error:
-        print(error, file=sys.stderr)
-        return 2
+    except RuntimeError as error:  # of a recipe
+        raise AnswerError(str(error)) from error
     tell(json.dumps(as_json(answer)) if "--json" in given else render(answer, "--details" in given))
     return 0
 
@@ -212,7 +210,10 @@ def _of_words(flags: Mapping[str, Any], words: Sequence[str]) -> Answer:
     """Resolve words beside no recipe; what only a recipe would tell is said."""
     said = [word for word in words if "=" in word]
     for word in said:
-        _check_name(word)
+        name, _, value = word.lstrip("+").partition("=")
+        *sections, field = name.replace("-", "_").split(".")
+        if field not in OTHER_FIELDS and (not sections or "graph" in field):  # upstream's sections have others
+            refuse_unknown(field, value)
     options, written = normalize([word for word in words if "=" not in word], flags, said)
     facts = written.facts
     check_options(options, facts)
@@ -276,18 +277,6 @@ def _with_all(config: Any) -> GraphOptions:
     with contextlib.suppress(OptionError):
         return resolved(copy.deepcopy(config), {SETTING: "exact"})
     return GraphOptions()
-
-
-def _check_name(word: str) -> None:
-    """Refuse a word that sets nothing that a configuration has; upstream's sections have fields of their own.
-
-    Raises:
-        OptionError: Names the nearest.
-    """
-    name, _, value = word.lstrip("+").partition("=")
-    *sections, field = name.replace("-", "_").split(".")
-    if field not in OTHER_FIELDS and (not sections or "graph" in field):
-        refuse_unknown(field, value)
 
 
 # Words of verl's and NeMo-RL's command lines.

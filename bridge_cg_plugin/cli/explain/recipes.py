@@ -17,6 +17,7 @@ import logging
 import re
 import sys
 import warnings
+from argparse import Namespace
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import redirect_stdout
@@ -295,22 +296,18 @@ _BENCHMARK = re.compile(r"_\d+gpu_")
 _FAMILY = re.compile(r"_(?=\d|sft|peft|pretrain|small|a\d|e\d|super|ultra|nano|flash|v\d|lite|cord|valor).*")
 
 
-def run(part: str, as_json: bool, benchmarks: bool, tell: Tell) -> int:
-    """Print the recipes whose names contain a text, or how many each family has; returns 2 if there are none, else 0.
+def run(args: Namespace, tell: Tell) -> int:
+    """Print the recipes whose names contain a text, in any case and with any separators, or how many each family has.
 
-    Args:
-        part: The text, in any case and with any separators.
-        as_json: Whether to print JSON.
-        benchmarks: Whether those for a number of GPUs are listed too.
-        tell: Prints the answer.
+    Returns the exit status.
     """
+    part, benchmarks = args.filter, args.all
     found = (filter(lambda name: letters(part) in letters(name), names) for names in (RECIPES, recipes_of_bridge()))
     presets, others = map(sorted, found)
     if not presets and not others:
         remedy = "Write another part of it; bridge-cg recipes lists all."
-        print(f"Cannot find a recipe with {part!r} in its name. {remedy}", file=sys.stderr)
-        return 2
-    if as_json:
+        raise OptionError.because("recipe", f"Cannot find a recipe with {part!r} in its name. {remedy}")
+    if args.json:
         tell(json.dumps({"presets": presets, "recipes": others}))
         return 0
     listed = [name for name in others if benchmarks or not _BENCHMARK.search(name)]

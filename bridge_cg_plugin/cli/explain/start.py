@@ -27,6 +27,7 @@ _PLACES = ("path", "path_to_cache")
 _NUMBERS = re.compile(r"\d+")
 # What a stand-in is in words.
 _STANDS_IN = "<class 'abc."
+_SOURCES = SourceReader()
 
 
 def check_training(
@@ -77,13 +78,8 @@ def _beside_stand_ins(config: Any, gpu: str | None) -> Iterator[None]:
 
 @functools.cache
 def _drift(seam: Seam) -> str:
-    state, why = compare(seam, _reader(), bridge_release())
+    state, why = compare(seam, _SOURCES, bridge_release())
     return why if state == "broken" else ""
-
-
-@functools.cache
-def _reader() -> SourceReader:
-    return SourceReader()
 
 
 def _properties(gpu: str | None) -> SimpleNamespace:

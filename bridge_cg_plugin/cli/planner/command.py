@@ -3,7 +3,6 @@
 import argparse
 import json
 import math
-import sys
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,14 +13,12 @@ from pathlib import Path
 from bridge_cg_plugin.attention_bounds import pack_buckets, refuse_pack
 from bridge_cg_plugin.graphs.buckets import EXACT_BELOW, Bucket, choose
 from bridge_cg_plugin.graphs.fallback import Fallback
-from bridge_cg_plugin.options import OptionError
 
-from ..answers import Tell, table
+from ..answers import AnswerError, Tell, table
 from ..checks import at_least_one
 from .documents import (
     Documents,
     Pack,
-    PlanError,
     first_fit_shuffle,
     in_batch,
     padded_documents,
@@ -119,10 +116,10 @@ def plan_packs(packs: Sequence[Pack], layout: RankLayout = ALONE) -> PackedPlan:
         layout: How ranks share packs.
 
     Raises:
-        PlanError: There is no pack.
+        AnswerError: There is no pack.
     """
     if not packs:
-        raise PlanError("Cannot plan without packs: the data holds fewer documents than one microbatch takes.")
+        raise AnswerError("Cannot plan without packs: the data holds fewer documents than one microbatch takes.")
     sizes = {
         "documents": percentiles(map(len, packs)),
         "tokens": percentiles(map(sum, packs)),
@@ -175,12 +172,8 @@ def add_arguments(plan: argparse.ArgumentParser) -> Mapping[str, argparse.Argume
 
 
 def run(arguments: argparse.Namespace, tell: Tell) -> int:
-    """Make a plan and print it by `tell`; returns 2 for input that is refused, else 0."""
-    try:
-        plan = plan_of_documents(arguments)
-    except (OptionError, PlanError) as error:
-        print(error, file=sys.stderr)
-        return 2
+    """Make a plan and print it by `tell`; returns the exit status."""
+    plan = plan_of_documents(arguments)
     tell(json.dumps({**asdict(plan), "set": settings(plan)}) if arguments.json else render(plan))
     return 0
 
@@ -207,7 +200,7 @@ def plan_of_documents(arguments: argparse.Namespace) -> PackedPlan:
 
     Raises:
         OptionError: The recipe cannot be planned for.
-        PlanError: The input cannot be planned from.
+        AnswerError: The input cannot be planned from.
     """
     found = read_documents(arguments.data, arguments.field)
     packing = Packing(size=arguments.pack_size)
@@ -217,7 +210,7 @@ def plan_of_documents(arguments: argparse.Namespace) -> PackedPlan:
     unit = packing.layout.document_unit
     for length in (length for pack in found.packs for length in pack):
         if length % unit:
-            raise PlanError(
+            raise AnswerError(
                 f"Cannot plan from {arguments.data}: a document has {length} tokens, and {packing.layout} shares "
                 f"multiples of {unit}. Pack again with pad_seq_to_mult={unit}."
             )
@@ -257,14 +250,14 @@ def packing_of(recipe: str, size: int | None) -> Packing:
 def _packed(lengths: tuple[int, ...], packing: Packing, truncate: bool) -> list[Pack]:
     size, multiple = packing.size, math.lcm(packing.multiple, packing.layout.document_unit)
     if size is not None and size % multiple:
-        raise PlanError(f"Cannot pack into {size} tokens: they must be a multiple of {multiple}, which ranks share.")
+        raise AnswerError(f"Cannot pack into {size} tokens: they must be a multiple of {multiple}, which ranks share.")
     if size is not None and truncate:
         lengths = tuple(min(length, size) for length in lengths)
     lengths = padded_documents(lengths, multiple)
     if packing.together is not None:
         return in_batch(lengths, packing.together)
     if size is None:
-        raise PlanError("Cannot pack without --pack-size: write the tokens of a pack, or a --recipe that says it.")
+        raise AnswerError("Cannot pack without --pack-size: write the tokens of a pack, or a --recipe that says it.")
     return first_fit_shuffle(lengths, size)
 
 
@@ -272,7 +265,7 @@ def _refuse_unused(arguments: argparse.Namespace, found: Documents, packing: Pac
     """Refuse arguments that have no effect on these data.
 
     Raises:
-        PlanError: Names the argument and why.
+        AnswerError: Names the argument and why.
     """
     unused = (
         (bool(found.packs), ("pack_size", "truncate", "field"), "the file holds packs"),
@@ -281,7 +274,7 @@ def _refuse_unused(arguments: argparse.Namespace, found: Documents, packing: Pac
     )
     for name, why in ((name, why) for holds, names, why in unused if holds for name in names):
         if vars(arguments)[name] not in (None, False):
-            raise PlanError(f"Cannot use --{name.replace('_', '-')}: {why}. Remove it.")
+            raise AnswerError(f"Cannot use --{name.replace('_', '-')}: {why}. Remove it.")
 
 
 def settings(plan: PackedPlan) -> dict[str, int]:

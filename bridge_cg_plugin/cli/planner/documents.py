@@ -11,14 +11,12 @@ from typing import Any
 
 from bridge_cg_plugin.graphs.buckets import round_up
 
+from ..answers import AnswerError
+
 Pack = tuple[int, ...]
 FORMATS = ".json, .jsonl, .parquet, .arrow, .feather, .npy, or a folder of .arrow or .parquet files"
 # A plan from so many values takes seconds; more of them in the same shares change nothing in it.
 MOST = 200_000
-
-
-class PlanError(ValueError):
-    """A file, a size or an option that the planner cannot use; says which, what it holds and what is allowed."""
 
 
 def _rows(path: Path, columns: Sequence[str]) -> Iterator[Any]:
@@ -26,7 +24,7 @@ def _rows(path: Path, columns: Sequence[str]) -> Iterator[Any]:
     if path.is_dir():
         files = sorted(p for p in path.iterdir() if p.suffix in (".arrow", ".parquet"))
         if not files:
-            raise PlanError(f"Cannot plan from {path}: it has no .arrow or .parquet files.")
+            raise AnswerError(f"Cannot plan from {path}: it has no .arrow or .parquet files.")
         for file in files:
             yield from _rows(file, columns)
     elif suffix == ".json":
@@ -41,7 +39,7 @@ def _rows(path: Path, columns: Sequence[str]) -> Iterator[Any]:
 
         yield from load_packed_numpy(path)
     else:
-        raise PlanError(f"Cannot plan from {path}: it must be {FORMATS}.")
+        raise AnswerError(f"Cannot plan from {path}: it must be {FORMATS}.")
 
 
 def _json_lines(path: Path) -> Iterator[Any]:
@@ -57,13 +55,13 @@ def _json_lines(path: Path) -> Iterator[Any]:
 def _histogram(found: Any, path: Path) -> list[int]:
     """Return every length as often as it counts; above `MOST` in all, scaled down in the same shares."""
     if not isinstance(found, dict):
-        raise PlanError(f'Cannot plan from {path}: it must be a histogram {{"length": count}} or a list.')
+        raise AnswerError(f'Cannot plan from {path}: it must be a histogram {{"length": count}} or a list.')
     counts = []
     for name, count in found.items():
         number = int(count) if isinstance(count, float) and count.is_integer() else count  # 3e5 is one
         if not name.isdecimal() or isinstance(number, bool) or not isinstance(number, int) or number < 0:
             what = 'must be "length": count, in whole numbers, no count below 0'
-            raise PlanError(f"Cannot plan from {path}: {name!r}: {count!r} {what}.")
+            raise AnswerError(f"Cannot plan from {path}: {name!r}: {count!r} {what}.")
         counts.append((int(name), number))
     total = sum(number for _, number in counts)
     if total > MOST:
@@ -77,7 +75,7 @@ def _table_rows(path: Path, columns: Sequence[str]) -> list[dict[str, Any]]:
         import pyarrow.ipc
         import pyarrow.parquet
     except ImportError:
-        raise PlanError(f"Cannot read {path} without pyarrow: pip install 'bridge-cg-plugin[plan]'.") from None
+        raise AnswerError(f"Cannot read {path} without pyarrow: pip install 'bridge-cg-plugin[plan]'.") from None
     if path.suffix == ".parquet":
         table = pyarrow.parquet.read_table(path)
     else:
@@ -119,19 +117,17 @@ def read_documents(path: Path, field: str | None = None) -> Documents:
     of its own (`length`, `num_tokens`, or `field`) or a list of tokens; rows with `seq_start_id` are Bridge's packs.
 
     Raises:
-        PlanError: The file cannot be read, or a row has no length.
+        AnswerError: The file cannot be read, or a row has no length.
     """
     columns = (*LENGTH_FIELDS, *TOKEN_FIELDS, STARTS, *([field] if field is not None else ()))
     if not path.exists():
-        raise PlanError(f"Cannot plan from {path}: it does not exist. It must be {FORMATS}.")
+        raise AnswerError(f"Cannot plan from {path}: it does not exist. It must be {FORMATS}.")
     try:
         rows = list(_rows(path, columns))
-    except PlanError:
-        raise
     except (OSError, ValueError, EOFError) as error:
-        raise PlanError(f"Cannot read {path}: {error}.") from None
+        raise AnswerError(f"Cannot read {path}: {error}.") from None
     if not rows:
-        raise PlanError(f"Cannot plan from {path}: it has no documents.")
+        raise AnswerError(f"Cannot plan from {path}: it has no documents.")
     packs, lengths, fields = [], [], False
     for number, row in enumerate(rows):
         fields = fields or isinstance(row, dict)
@@ -140,7 +136,7 @@ def read_documents(path: Path, field: str | None = None) -> Documents:
         else:
             lengths.append(_length(row, field, f"{path}, row {number}"))
     if packs and lengths:
-        raise PlanError(f"Cannot plan from {path}: it has packs and single documents, and must have one kind.")
+        raise AnswerError(f"Cannot plan from {path}: it has packs and single documents, and must have one kind.")
     return Documents(tuple(lengths), tuple(packs), fields)
 
 
@@ -152,17 +148,17 @@ def _length(row: Any, field: str | None, where: str) -> int:
         if name is None and field is not None:
             near = difflib.get_close_matches(field, row, n=1)
             there = f"Did you mean {near[0]}?" if near else f"It has {', '.join(row)}."
-            raise PlanError(f"Cannot use --field {field}: {where} has no such field. {there}")
+            raise AnswerError(f"Cannot use --field {field}: {where} has no such field. {there}")
         if name is None:
             found = f"it must have a field of {', '.join(names)}, and has {', '.join(row)}"
-            raise PlanError(f"Cannot plan from {where}: {found}. Use --field.")
+            raise AnswerError(f"Cannot plan from {where}: {found}. Use --field.")
         value = row[name]
     if hasattr(value, "tolist"):
         value = value.tolist()
     if isinstance(value, (list, tuple)):
         value = len(value)
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise PlanError(f"Cannot plan from {where}: {value!r} must be a whole number of at least 1 tokens.")
+        raise AnswerError(f"Cannot plan from {where}: {value!r} must be a whole number of at least 1 tokens.")
     return value
 
 
@@ -170,15 +166,15 @@ def _pack(row: dict[str, Any], where: str) -> Pack:
     """Return a pack as Bridge trains on it: a document has one token less, which is only a label.
 
     Raises:
-        PlanError: The row is no pack.
+        AnswerError: The row is no pack.
     """
     try:
         bounds = [*(int(start) for start in row[STARTS]), len(row["input_ids"])]
     except (KeyError, TypeError, ValueError):
-        raise PlanError(f"Cannot plan from {where}: {STARTS} must list whole numbers, beside input_ids.") from None
+        raise AnswerError(f"Cannot plan from {where}: {STARTS} must list whole numbers, beside input_ids.") from None
     lengths = tuple(after - before - 1 for before, after in pairwise(bounds))
     if not lengths or min(lengths) < 0:
-        raise PlanError(f"Cannot plan from {where}: {STARTS}={bounds[:-1]} must ascend to its {bounds[-1]} tokens.")
+        raise AnswerError(f"Cannot plan from {where}: {STARTS}={bounds[:-1]} must ascend to its {bounds[-1]} tokens.")
     return tuple(n for n in lengths if n) or (1,)
 
 
@@ -186,10 +182,10 @@ def first_fit(lengths: Sequence[int], size: int) -> list[Pack]:
     """Put every document into the first pack that has room for it.
 
     Raises:
-        PlanError: A document is longer than a pack.
+        AnswerError: A document is longer than a pack.
     """
     if lengths and max(lengths) > size:
-        raise PlanError(
+        raise AnswerError(
             f"Cannot use --pack-size {size}: a document has {max(lengths)} tokens. Raise it, or cut with --truncate."
         )
     leaves = 1 << max(len(lengths) - 1, 0).bit_length()

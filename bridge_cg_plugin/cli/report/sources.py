@@ -48,20 +48,14 @@ def _read(word: str) -> list[Run]:
     mode, path = (named[1], Path(named[2])) if named else (None, Path(word))
     if not path.exists():
         raise _refused(f"Cannot read {word}: it does not exist. Write PATH or MODE=PATH.")
-    runs = _runs_at(path)
+    if path.is_dir() and not any(path.glob("*.jsonl")):
+        raise _refused(f"Cannot read {path}: it has no .jsonl records. Name a file of records or the log of a run.")
+    runs = runs_in(path) if path.is_dir() or path.suffix == ".jsonl" else [read_log(path)]
     if mode is None:
         return runs
     if len(runs) > 1:
         raise _refused(f"Cannot use {word}: the file has {len(runs)} runs. Write PATH alone.")
     return [replace(runs[0], mode=mode)]
-
-
-def _runs_at(path: Path) -> list[Run]:
-    if path.is_file():
-        return runs_in(path) if path.suffix == ".jsonl" else [read_log(path)]
-    if any(path.glob("*.jsonl")):
-        return runs_in(path)
-    raise _refused(f"Cannot read {path}: it has no .jsonl records. Name a file of records or the log of a run.")
 
 
 def _text_of(path: Path, errors: str = "strict") -> str:

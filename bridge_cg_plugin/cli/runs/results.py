@@ -51,11 +51,6 @@ def write_records(path: Path, records: list[dict[str, Any]]) -> None:
     fresh.replace(path)
 
 
-def read_records(path: Path) -> list[dict[str, Any]]:
-    """Return a file's records; none if there is no file."""
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-
-
 def _version(name: str) -> str:
     try:
         return importlib.metadata.version(name)
