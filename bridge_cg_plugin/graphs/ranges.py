@@ -1,8 +1,8 @@
 """Named ranges in profiles: in PyTorch's profiler, and in Nsight Systems as NVTX."""
 
 import os
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 
@@ -11,11 +11,6 @@ UNDER_NSIGHT = "NSYS_PROFILING_SESSION_ID" in os.environ
 # Also true inside `emit_nvtx`, which Bridge enters with `profiling.use_nsys_profiler`.
 _profiler_is_on = torch._C._autograd._profiler_enabled
 
-
-def _profiled() -> bool:
-    return UNDER_NSIGHT or _profiler_is_on()
-
-
 # Whether the training step under way is profiled: replays read it, since even one call for each would cost.
 on = UNDER_NSIGHT
 
@@ -23,25 +18,13 @@ on = UNDER_NSIGHT
 def look() -> None:
     """Note whether there is a profile, at the beginning of a training step."""
     global on
-    on = _profiled()
+    on = UNDER_NSIGHT or _profiler_is_on()
 
 
-def named_range(name: str) -> AbstractContextManager[None]:
+def named_range(name: str) -> AbstractContextManager[Any]:
     """Return a range of this name in the profile that is under way; without one, a context that does nothing."""
-    return _range(f"bridge-cg {name}") if _profiled() else nullcontext()
-
-
-@contextmanager
-def _range(name: str) -> Iterator[None]:
+    name = f"bridge-cg {name}"
     if _profiler_is_on():
-        with torch.profiler.record_function(name):
-            yield
-        return
-    nvtx = torch.cuda.is_available()  # else PyTorch may come without NVTX
-    if nvtx:
-        torch.cuda.nvtx.range_push(name)
-    try:
-        yield
-    finally:
-        if nvtx:
-            torch.cuda.nvtx.range_pop()
+        return torch.profiler.record_function(name)
+    # Without a GPU, PyTorch may come without NVTX.
+    return torch.cuda.nvtx.range(name) if UNDER_NSIGHT and torch.cuda.is_available() else nullcontext()
