@@ -8,8 +8,7 @@ While the plugin is active the presets' names are attributes of `megatron.bridge
 recipes up. Imports neither torch nor Megatron; Bridge's recipe is looked up when a preset is called.
 """
 
-from .gpus import GPUS
-from .graphs import with_graphs
+from .graphs import GPUS, with_graphs
 from .presets import DERIVED_RECIPES, PRESETS, RECIPES, Preset
 from .small import SMALL_RECIPES
 

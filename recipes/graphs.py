@@ -7,15 +7,18 @@ from pathlib import Path
 from typing import Any
 
 from .. import status
-from ..options import PROVIDER_FIELDS, Facts, GraphOptions, OptionError
+from ..options import PROVIDER_FIELDS, GraphOptions, OptionError
 from ..options.declaration import parse_choice
 from ..options.graph_options import CHOICE, SETTING, SETTINGS
 from ..options.normalization import as_fields, settle, splits_deepstack, warn_of_options
 from ..options.sources import collect
-from .gpus import GPUS
 
 BRIDGE_RECIPES = "megatron.bridge.recipes"
 SINCE = "0.6"
+# Tokens (patches) of the largest bucket of vision graphs on each kind of GPU. A slot took 9.2 GiB at 6720 tokens and
+# 20.6 GiB at 16384 on an H200 (docs/benchmarks/); the others follow from that line and from what the GPU's memory
+# leaves beside weights and optimizer state. Buckets that no microbatch asks for take no memory.
+GPUS: Mapping[str, int] = {"h100": 8192, "h200": 16384, "b200": 24576}
 
 
 def with_graphs(
@@ -127,6 +130,8 @@ def require_plugin(name: str, instead: str = "") -> None:
 def _prepare(config: Any, max_seq_length: int, encoder: bool) -> None:
     """Set what graphs need and `cuda_graphs` does not choose.
 
+    Buckets of the recipe beyond the limit are dropped, with a warning that names them.
+
     Args:
         config: A Bridge `ConfigContainer`.
         max_seq_length: Tokens of the largest bucket of vision graphs, if the recipe does not say.
@@ -136,19 +141,10 @@ def _prepare(config: Any, max_seq_length: int, encoder: bool) -> None:
     model.use_te_rng_tracker = config.rng.te_rng_tracker = True
     if not (encoder and hasattr(model, PROVIDER_FIELDS["impl"])):
         return
-    _limit_vision_graphs(config, max_seq_length, collect(config).facts)
-
-
-def _limit_vision_graphs(config: Any, max_seq_length: int, facts: Facts) -> None:
-    """Limit the largest bucket where the recipe does not.
-
-    Buckets of the recipe beyond the limit are dropped, with a warning that names them.
-    """
-    model = config.model
     values: dict[str, Any] = {}
     if getattr(model, PROVIDER_FIELDS["max_seq_length"]) is None:
         values["max_seq_length"] = max_seq_length
-    if splits_deepstack(facts):
+    if splits_deepstack(collect(config).facts):
         values["deepstack_gradient_allreduce"] = True
     said = {PROVIDER_FIELDS[name]: value for name, value in values.items()}
     written, dropped = settle(collect(config, said))

@@ -46,23 +46,17 @@ PRESETS = (
 )
 
 
-def build(preset: Preset) -> Any:
-    """Return the Bridge `ConfigContainer` of a preset.
+def recipe_of(preset: Preset) -> Callable[[], Any]:
+    """Return the function that builds a preset.
 
-    Raises:
-        RuntimeError: The plugin is not active, or the installed release lacks the recipe.
+    It raises `RuntimeError` where the plugin is not active, or the installed release lacks the recipe.
     """
-    config = with_graphs(bridges_recipe(preset.name, preset.base), gpu=preset.gpu)
-    for name, value in preset.fields.items():
-        setattr(config.model, name, value)
-    return config
-
-
-def _recipe(preset: Preset) -> Callable[[], Any]:
-    """Return the function that builds a preset."""
 
     def recipe() -> Any:
-        return build(preset)
+        config = with_graphs(bridges_recipe(preset.name, preset.base), gpu=preset.gpu)
+        for name, value in preset.fields.items():
+            setattr(config.model, name, value)
+        return config
 
     recipe.__name__ = recipe.__qualname__ = preset.name
     recipe.__module__ = __package__
@@ -72,5 +66,5 @@ def _recipe(preset: Preset) -> Callable[[], Any]:
     return recipe
 
 
-DERIVED_RECIPES = {preset.name: _recipe(preset) for preset in PRESETS}
+DERIVED_RECIPES = {preset.name: recipe_of(preset) for preset in PRESETS}
 RECIPES = DERIVED_RECIPES | SMALL_RECIPES

@@ -25,14 +25,15 @@ def qwen3_vl_small_vision_graphs_pretrain_mock_config() -> Any:
     from megatron.bridge.training import config
     from megatron.core.distributed import DistributedDataParallelConfig
 
-    from .captioned_images import MockImageProvider
+    from .captioned_images import PATCH_SIDE, MockImageProvider
 
     optimizer, scheduler = distributed_fused_adam_with_cosine_annealing(
         lr_warmup_iters=5, lr_decay_iters=STEPS, max_lr=3e-4, min_lr=3e-5
     )
     dataset = MockImageProvider(dataloader_type="single", num_workers=0, seq_length=SEQUENCE)
+    largest = max(height * width for height, width in dataset.sizes)
     return config.ConfigContainer(
-        model=_model(_most_patches(dataset)),
+        model=_model(dataset.most_images * largest // PATCH_SIDE**2),
         train=config.TrainingConfig(
             train_iters=STEPS, global_batch_size=4, micro_batch_size=1, manual_gc=True, manual_gc_interval=100
         ),
@@ -57,14 +58,6 @@ def qwen3_vl_small_vision_graphs_pretrain_mock_config() -> Any:
 
 
 SMALL_RECIPES = {recipe.__name__: recipe for recipe in (qwen3_vl_small_vision_graphs_pretrain_mock_config,)}
-
-
-def _most_patches(dataset: Any) -> int:
-    """Return the patches of a sample with as many images as can be, all of the largest size."""
-    from .captioned_images import PATCH_SIDE
-
-    pixels: int = dataset.most_images * max(height * width for height, width in dataset.sizes)
-    return pixels // PATCH_SIDE**2
 
 
 def _model(longest: int) -> Any:

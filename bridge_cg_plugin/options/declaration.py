@@ -198,6 +198,8 @@ def parse_capacities(field: str, value: Any) -> tuple[int, ...] | str:
         sizes = tuple(int(str(item).strip()) for item in value)
     except ValueError:
         raise OptionError(field, given, _CAPACITIES, "Every entry must be a whole number.") from None
+    if sizes[0] < 1:
+        raise OptionError(field, given, _CAPACITIES, "Every entry must be at least 1.")
     if any(b >= c for b, c in pairwise(sizes)):
         raise OptionError(field, given, _CAPACITIES, "Sort the list and remove repeated entries.")
     return sizes

@@ -40,7 +40,7 @@ from .language_model import (
     language_model_options,
     normalize_cuda_graph_modules,
 )
-from .packed import MAX_PACKED_SEQS, PACKED, packed_options
+from .packed import MAX_PACKED_SEQS, PACKED, PackedOptions
 from .sources import LANGUAGE_MODEL_FIELDS, Written, collect
 from .vision import (
     PROVIDER_FIELDS,
@@ -360,7 +360,7 @@ def options_of(written: Written) -> GraphOptions:
         warnings += (f"{SCOPE_FIELD}={vision.scope[0]}: one graph holds the whole encoder, attention and MLPs",)
     if vision.enabled and not vision.deepstack_gradient_allreduce:
         warnings += deepstack_warnings(facts)
-    packed = packed_options(written.fields)
+    packed = PackedOptions(**PACKED.read(written.fields))
     return GraphOptions(
         choice=ChoiceOptions(**CHOICE.read(written.fields)),
         language_model=language_model,

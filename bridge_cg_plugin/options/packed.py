@@ -1,9 +1,9 @@
 """Options of packed (thd) sequences in language-model graphs."""
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
-from .declaration import Group, OptionError, capacities, flag, option, whole_number
+from .declaration import Group, capacities, flag, option, whole_number
 from .vision import OFFLOADED, RECOMPUTED, TARGET, CapturedOptions
 
 
@@ -58,15 +58,3 @@ PACKED = Group(name="packed", kind=PackedOptions, prefix="cuda_graph_packed_")
 # Option -> field of a model provider. The first keeps the name that the field has in upstream's later work.
 PACKED_FIELDS = PACKED.fields
 MAX_PACKED_SEQS = PACKED_FIELDS["max_packed_seqs"]
-
-
-def packed_options(source: Any) -> PackedOptions:
-    """Return the options that a mapping of fields, or an object that has them, sets; absent ones take their default.
-
-    Raises:
-        OptionError: A value cannot work.
-    """
-    options = PackedOptions(**PACKED.read(source))
-    if options.buckets != "auto" and options.buckets[0] < 1:
-        raise OptionError(PACKED_FIELDS["buckets"], options.buckets[0], "a token count of at least 1", "Correct it.")
-    return options

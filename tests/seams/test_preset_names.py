@@ -10,7 +10,7 @@ import pytest
 
 import bridge_cg_plugin
 from bridge_cg_plugin.recipes import DERIVED_RECIPES, PRESETS, RECIPES
-from bridge_cg_plugin.recipes.presets import build
+from bridge_cg_plugin.recipes.presets import recipe_of
 from bridge_cg_plugin.upstream.hooks.recipes import PATCHES, recipe_names
 from bridge_cg_plugin.upstream.seams import patches
 from bridge_cg_plugin.upstream.seams.patches import Additions, bridge_release
@@ -55,7 +55,7 @@ def test_what_is_no_class_gets_nothing():
 def test_a_preset_without_its_recipe_says_which(active):
     preset = replace(PRESETS[0], base="qwen9_vl_sft_config")
     with pytest.raises(RuntimeError, match="qwen9_vl_sft_config.*0.6"):
-        build(preset)
+        recipe_of(preset)()
 
 
 @pytest.mark.skipif(bridge_release()[:3] != "0.6", reason="older releases lie over files of the newest one here")

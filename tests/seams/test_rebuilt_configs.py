@@ -16,7 +16,7 @@ from megatron.bridge.utils.yaml_utils import safe_yaml_representers
 
 import bridge_cg_plugin
 from bridge_cg_plugin.options import PackedOptions, VisionGraphOptions, vision_options
-from bridge_cg_plugin.options.packed import packed_options
+from bridge_cg_plugin.options.packed import PACKED as PACKS
 from bridge_cg_plugin.options.vision import VISION as VISION_GROUP
 from bridge_cg_plugin.upstream.hooks.graph_fields import LANGUAGE_MODEL_DEFAULTS
 from bridge_cg_plugin.upstream.seams.patches import bridge_release
@@ -105,7 +105,7 @@ def test_rebuilt_providers_keep_every_option(carrier, caplog):
         found = rebuilt(made)
         assert held(found, options) == options, rebuilt
         assert [type(v) for v in held(found, options).values()] == [type(v) for v in options.values()], rebuilt
-        assert packed_options(found) == packed_options(made) != PackedOptions()
+        assert PACKS.read(found) == PACKS.read(made) != {}
         assert vision_options(found) == vision_options(made)
     assert "Dropping" not in caplog.text
 
@@ -181,10 +181,11 @@ def test_a_provider_made_before_the_plugin_has_the_defaults(carrier):
     for name in options:  # those that Bridge's derived classes took over are as if made without the plugin too
         vars(made).pop(name, None)
     bridge_cg_plugin.activate()
-    assert packed_options(made) == PackedOptions() and vision_options(made) == VisionGraphOptions()
+    assert PackedOptions(**PACKS.read(made)) == PackedOptions() and vision_options(made) == VisionGraphOptions()
     for rebuilt in WAYS:
         found = rebuilt(made)
-        assert packed_options(found) == PackedOptions() and vision_options(found) == VisionGraphOptions(), rebuilt
+        assert PackedOptions(**PACKS.read(found)) == PackedOptions(), rebuilt
+        assert vision_options(found) == VisionGraphOptions(), rebuilt
 
 
 @pytest.fixture
