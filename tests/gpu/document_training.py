@@ -126,12 +126,7 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
     recorder, keeper, generator = Recorder(), Keeper(), Generator()
     with helper_as_shipped():
         pretrain(config, forward_step, callbacks=[recorder, keeper, *([generator] if args.generate else [])])
-    return {
-        "losses": recorder.losses,
-        "layers": keeper.layers,
-        "packed": keeper.packed,
-        "generations": generator.found,
-    }
+    return {"losses": recorder.losses, "layers": keeper.layers, "packed": keeper.packed, "generations": generator.found}
 
 
 def training_config(steps: int, model: str, packed: bool) -> ConfigContainer:

@@ -226,11 +226,7 @@ class Rank:
         results(model, grads, self._pack(FULL[0]))
         statistics = helper.graphs.statistics()
         helper.delete_cuda_graphs()
-        return {
-            "replays": statistics.replays,
-            "fallbacks": dict(statistics.fallbacks),
-            "beyond": list(BEYOND),
-        }
+        return {"replays": statistics.replays, "fallbacks": dict(statistics.fallbacks), "beyond": list(BEYOND)}
 
     def _drawn(self, index: int) -> lm.Pack:
         rank = distributed.get_rank()

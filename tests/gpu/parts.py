@@ -6,12 +6,7 @@ import pytest
 
 from .trainings import trainings_of
 
-SCRIPTS = (
-    "test_benchmarks",
-    "test_compare",
-    "test_presets",
-    "test_tower_training",
-)
+SCRIPTS = ("test_benchmarks", "test_compare", "test_presets", "test_tower_training")
 # Runs over several GPUs.
 PARALLEL = ("test_parallel", "test_packed_parallel")
 # Seconds of modules on an H200, without training runs, where cases have gone since by the share of those that are left.

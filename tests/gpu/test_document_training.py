@@ -77,10 +77,7 @@ def trio(name, *words, fields):
 
 @pytest.mark.parametrize(
     "generating, plain, eager",
-    [
-        trio("packed", "--packed", fields=PACKED),
-        trio("layers", fields=(ON_GRAPHS, "cuda_graph_modules=attn,mlp")),
-    ],
+    [trio("packed", "--packed", fields=PACKED), trio("layers", fields=(ON_GRAPHS, "cuda_graph_modules=attn,mlp"))],
 )
 def test_generation_between_training_steps(trained, generating, plain, eager):
     result, without, tokens = trained(generating), trained(plain), trained(eager)

@@ -21,10 +21,7 @@ GRID = [(1, 32, 32), (1, 28, 28)]
 EVERYTHING = {"offload": ("attention", "mlp", "layernorm", "merger", "other")}
 REBUILD = {"recompute": ("layernorm", "gelu", "linear")}
 STEPS = 40
-POLICIES = {
-    "offload": EVERYTHING,
-    "both": {**EVERYTHING, **REBUILD},
-}
+POLICIES = {"offload": EVERYTHING, "both": {**EVERYTHING, **REBUILD}}
 
 
 def steps(tower_module, model, grads, batches):
@@ -44,10 +41,7 @@ def deterministic(monkeypatch):
     torch.use_deterministic_algorithms(False)
 
 
-@pytest.mark.parametrize(
-    "kernels, name",
-    [pytest.param("fast", "both", marks=pytest.mark.first), ("exact", "offload")],
-)
+@pytest.mark.parametrize("kernels, name", [pytest.param("fast", "both", marks=pytest.mark.first), ("exact", "offload")])
 def test_outputs_and_gradients_are_equal_to_the_bit(
     deterministic, tower_module, graphs_of, model, grads, kernels, name
 ):

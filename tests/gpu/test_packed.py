@@ -12,15 +12,7 @@ import torch
 from tests.models import language_model as lm
 from tests.models import packed_parity as parity
 
-from .packs import (
-    Trained,
-    assert_eagers,
-    assert_packs_with_padding,
-    assert_parts,
-    assert_same,
-    graphs_on,
-    thirty_packs,
-)
+from .packs import Trained, assert_eagers, assert_packs_with_padding, assert_parts, assert_same, graphs_on, thirty_packs
 
 pytestmark = pytest.mark.usefixtures("deterministic_algorithms")
 SIZES = {"layers": 4, "hidden": 1024, "heads": 8, "ffn": 3072}

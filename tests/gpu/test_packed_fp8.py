@@ -211,9 +211,7 @@ def test_steps_equal_eager(config, options):
 
 
 @pytest.mark.parametrize(
-    "config, first_is_eager",
-    [(TENSORWISE, True), (DELAYED, False)],
-    ids=["tensorwise", "delayed"],
+    "config, first_is_eager", [(TENSORWISE, True), (DELAYED, False)], ids=["tensorwise", "delayed"]
 )
 def test_eager_and_replays_alternate_in_a_step(config, first_is_eager):
     """Both read the copies of weights that a step's first microbatch quantized, whichever that was."""

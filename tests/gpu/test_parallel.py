@@ -11,10 +11,7 @@ from tests.gpu.trainings import Training
 
 SMALL = ("--global-batch", "8", "--loader-workers", "0")
 # What a microbatch does must depend on no clock here.
-BUCKETS = (
-    "vision_cuda_graph_buckets=[2304,4608]",
-    "vision_cuda_graph_strict=true",
-)
+BUCKETS = ("vision_cuda_graph_buckets=[2304,4608]", "vision_cuda_graph_strict=true")
 WARMUP_STEPS = 3
 DP2 = ("--data-parallel", "2")
 NARROW = ("--language-model", "4x1024")  # ranks of other hosts, for NCCL, reduce over sockets

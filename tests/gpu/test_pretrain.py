@@ -20,10 +20,7 @@ OFFLOADED = Training(
     "run, fallbacks",
     [
         # Buckets on demand: a size runs eager when it comes first.
-        (
-            Training("graphs", ("--validate-every", "4", STRICT, LARGEST), steps=8),
-            {"not_captured_yet"},
-        ),
+        (Training("graphs", ("--validate-every", "4", STRICT, LARGEST), steps=8), {"not_captured_yet"}),
         # Without overlap: Bridge's overlapped reduction, eager too, needs a gradient of every parameter in the last
         # microbatch of a step.
         (Training("graphs", (*PLAIN, *BUCKETS), steps=8), set()),

@@ -148,11 +148,7 @@ def build_qwen3_omni(layers: int) -> nn.Module:
 
 
 QWEN3_OMNI = Encoder(
-    27,
-    build_qwen3_omni,
-    patches_batch,
-    lambda returned: [returned.pooler_output, *returned.deepstack_features],
-    IMAGES,
+    27, build_qwen3_omni, patches_batch, lambda returned: [returned.pooler_output, *returned.deepstack_features], IMAGES
 )
 
 

@@ -49,7 +49,7 @@ CONFIGS = {
 
 # Language models without a vision encoder.
 TEXT_CONFIGS = {
-    "Qwen/Qwen3-8B": (Qwen3Config, "Qwen3ForCausalLM", sizes(36, 4096, 32, 8, 128, intermediate_size=12288)),
+    "Qwen/Qwen3-8B": (Qwen3Config, "Qwen3ForCausalLM", sizes(36, 4096, 32, 8, 128, intermediate_size=12288))
 }
 
 

@@ -119,9 +119,7 @@ def in_effect():
 
 @pytest.fixture(scope="session")
 def folders(tmp_path_factory):
-    from tests.models.qwen_configs import (
-        write_configs,  # transformers takes seconds, also where no test runs
-    )
+    from tests.models.qwen_configs import write_configs  # transformers takes seconds, also where no test runs
 
     return write_configs(tmp_path_factory.mktemp("hugging_face"))
 

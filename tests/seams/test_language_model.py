@@ -86,8 +86,7 @@ def batch(length):
 
 
 @pytest.mark.parametrize(
-    "impl, packs, expected",
-    [("transformer_engine", None, SEQUENCE), ("transformer_engine", 4, 20), ("none", None, 20)],
+    "impl, packs, expected", [("transformer_engine", None, SEQUENCE), ("transformer_engine", 4, 20), ("none", None, 20)]
 )
 def test_sequences_are_padded_where_graphs_replay_one_length(active, impl, packs, expected):
     padding = language_model._at_fixed_length(lambda iterator, cfg, **_: batch(20))

@@ -29,11 +29,7 @@ pytestmark = pytest.mark.usefixtures("loop")
 PACKED = {**DEFAULTS, "cuda_graph_impl": "transformer_engine"}
 ROUTERS = {**EXPERTS, "moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid"}
 MICROBATCHES = (([[1, 4, 6]], (100, 150, 50)), ([[1, 8, 8], [1, 4, 4]], (120, 150)))
-OFFLOADED = {
-    "vision_cuda_graph_offload": "all",
-    "vision_cuda_graph_exact_below": 0,
-    "cuda_graph_packed_offload": "all",
-}
+OFFLOADED = {"vision_cuda_graph_offload": "all", "vision_cuda_graph_exact_below": 0, "cuda_graph_packed_offload": "all"}
 ROUNDS, PARTS = 5, 3
 # The system gets memory of this many elements back at once, and gives the next such from the same addresses: of less,
 # the allocator keeps up to 64 MiB.

@@ -13,31 +13,31 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.mappings import all_to_all
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region as gather
+from megatron.core.transformer.moe.router import Router
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
-from torch import distributed
 from torch.nn import functional
 
 import bridge_cg_plugin
 from bridge_cg_plugin.language.packed import workload
+from bridge_cg_plugin.upstream.decoder.experts import statistics_of
 from bridge_cg_plugin.upstream.hooks.helpers.constructors import checked_options, decoder_helpers
 from examples.photographs.small_tower import start_single_process
 from tests.models.language_model import DENSE, arguments_at, held
 
 from ..executors import new_executor
 from ..main_grads import hook_main_grads, reduced
+from ..routers import take_statistics
 from .towers import assert_close, loss_of, poison
 
 bridge_cg_plugin.activate()
 
 VOCABULARY = 64
 ON_CPU = partial(mock.patch.object, torch.cuda, "current_device", lambda: "cpu")
-DEFAULTS = {
-    "cuda_graph_max_packed_seqs": 6,
-    "cuda_graph_packed_buckets": [320, 512],
-    "cuda_graph_packed_strict": True,
-}
+DEFAULTS = {"cuda_graph_max_packed_seqs": 6, "cuda_graph_packed_buckets": [320, 512], "cuda_graph_packed_strict": True}
 
 WARMUP = (100, 150, 50)
 EXPERTS = {
@@ -50,48 +50,16 @@ EXPERTS = {
 }
 
 
-class _Gather(torch.autograd.Function):
-    """All ranks' tensors, one behind the other; the gradient of each is the sum of what all ranks have for it."""
-
-    @staticmethod
-    def forward(ctx, tensor, group):
-        ctx.group = group
-        whole = torch.zeros(group.size() * tensor.shape[0], *tensor.shape[1:])
-        distributed.all_gather_into_tensor(whole, tensor.contiguous(), group=group)
-        return whole
-
-    @staticmethod
-    def backward(ctx, gradient):
-        gradient = gradient.contiguous()
-        distributed.all_reduce(gradient, group=ctx.group)
-        return gradient.chunk(ctx.group.size())[ctx.group.rank()], None
-
-
-class _Swap(torch.autograd.Function):
-    """Part `i` of the tensor, along its first dimension, of every rank on rank `i`; its own backward."""
-
-    @staticmethod
-    def forward(ctx, tensor, group):
-        ctx.group = group
-        swapped = torch.zeros_like(tensor)
-        distributed.all_to_all_single(swapped, tensor.contiguous(), group=group)
-        return swapped
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return _Swap.apply(gradient.contiguous(), ctx.group), None
-
-
 def heads_of_rank(tensor, group):
     """Return all tokens of a group's ranks, rank by rank, and this rank's part of the heads."""
     tokens, heads, width = tensor.shape
     parts = tensor.view(tokens, group.size(), heads // group.size(), width).transpose(0, 1)
-    return _Swap.apply(parts.contiguous(), group).flatten(0, 1)
+    return all_to_all(group, parts.contiguous()).flatten(0, 1)
 
 
 def tokens_of_rank(tensor, group):
     """Return this rank's tokens and all heads, `[tokens, heads x width]`, of what `heads_of_rank` gave each rank."""
-    parts = _Swap.apply(tensor.contiguous(), group)
+    parts = all_to_all(group, tensor.contiguous())
     by_rank = parts.view(group.size(), -1, parts.shape[-1])  # heads of one rank, then of the next
     return by_rank.transpose(0, 1).flatten(1)
 
@@ -121,10 +89,10 @@ class CausalSegments(torch.nn.Module):
         order = torch.empty_like(places)
         order[places] = torch.arange(len(places))
         if self._heads is None:
-            whole = (_Gather.apply(t, self._group)[order] for t in (query, key, value))
+            whole = (gather(t, group=self._group)[order] for t in (query, key, value))
             return self._attend(*whole, params)[held(lengths, size, rank)]
         taken = (heads_of_rank(t, self._heads) for t in (query, key, value))
-        whole = (t if self._tokens is None else _Gather.apply(t, self._tokens) for t in taken)
+        whole = (t if self._tokens is None else gather(t, group=self._tokens) for t in taken)
         attended = self._attend(*(t[order] for t in whole), params)[places]
         if self._tokens is not None:
             attended = attended.chunk(self._tokens.size())[self._tokens.rank()]
@@ -318,27 +286,34 @@ def graphs_on(model, *warmup, capture=True, executor=None, num_microbatches=1, g
 
 
 @contextmanager
-def replaying(model, batches, warmup=None, before_capture=None, **options):
+def replaying(model, batches, warmup=None, before_capture=None, counts=None, **options):
     """Compare replays of batches, over memory that holds NaN, with what eager gave before; yields the graphs.
 
-    Of the model's functions none is replaced afterwards.
+    So with routers' statistics; a capture counts nothing. Of the model's functions none is replaced afterwards.
 
     Args:
         model: The model.
         batches: Arguments of the model.
         warmup: Those of the pass before the capture; the first batch unless given.
         before_capture: Called with the model then.
+        counts: Whether routers count or log anything; None does not ask.
         options: See `graphs_on`.
     """
-    expected = [losses_and_gradients(model, batch) for batch in batches]
+    routers = [module for module in model.modules() if isinstance(module, Router)]
+    take_statistics(routers)
+    expected = [(losses_and_gradients(model, batch), take_statistics(routers)) for batch in batches]
+    assert all(counts in (None, any(value.any() for value in statistics)) for _, statistics in expected)
     before = shadowed(model)
     with graphs_on(model, warmup or batches[0], capture=False, **options) as graphs:
         if before_capture is not None:
             before_capture(model)
-        assert graphs.capture()
-        for batch, wanted in zip(batches, expected, strict=True):
+        counted = [tensor.clone() for tensor in statistics_of(routers)]
+        assert graphs.capture() and all(map(torch.equal, statistics_of(routers), counted))
+        take_statistics(routers)
+        for batch, (wanted, statistics) in zip(batches, expected, strict=True):
             poison(graphs, float("nan"))
             assert_same(losses_and_gradients(model, batch), wanted)
+            torch.testing.assert_close(take_statistics(routers), statistics)
         assert replayed(graphs) == len(batches) * len(graphs._regions) and not graphs.statistics().fallbacks
         yield graphs
     assert shadowed(model) == before

@@ -18,12 +18,7 @@ from bridge_cg_plugin.upstream.encoders.qwen3_omni import (
 )
 from bridge_cg_plugin.vision.layout import most_windows
 
-from .hugging_face_towers import (
-    TOLERANCE,
-    change_behind_the_hosts_back,
-    draw_clips,
-    new_qwen3_omni_audio,
-)
+from .hugging_face_towers import TOLERANCE, change_behind_the_hosts_back, draw_clips, new_qwen3_omni_audio
 from .towers import assert_close, graphs_on
 
 CHUNK = 13

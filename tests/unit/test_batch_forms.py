@@ -287,10 +287,7 @@ def test_memory_that_runs_out_is_no_wrong_batch(monkeypatch):
             graphs.model(*FAMILIES["qwen3-vl"][2]["one patch"])
 
 
-WIDTHS = {
-    **{"qwen3-vl": PATCH, "qwen3-omni": OMNI_PATCH},
-    **dict.fromkeys(("qwen2.5-vl", "glm-4.5v"), WINDOW_PATCH),
-}
+WIDTHS = {**{"qwen3-vl": PATCH, "qwen3-omni": OMNI_PATCH}, **dict.fromkeys(("qwen2.5-vl", "glm-4.5v"), WINDOW_PATCH)}
 side = st.integers(-1, 6)
 rows = st.lists(st.tuples(st.integers(-1, 3), side, side).map(list), max_size=3)
 

@@ -158,8 +158,7 @@ def test_what_stays_eager_names_what_keeps_even_the_least_of_it_from_graphs(expe
 
 
 @pytest.mark.parametrize(
-    "held",
-    [{"cuda_graph_impl": "transformer_engine", "cuda_graph_modules": ["attn"]}, {"enable_cuda_graph": True}],
+    "held", [{"cuda_graph_impl": "transformer_engine", "cuda_graph_modules": ["attn"]}, {"enable_cuda_graph": True}]
 )
 def test_what_was_set_stays(held):
     options, parts = chosen({**DENSE, **held})

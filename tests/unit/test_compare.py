@@ -62,10 +62,7 @@ def comparing(tmp_path, monkeypatch):
 
 
 def test_all_runs_make_one_page(comparing, capsys):
-    told = {
-        "plugin": {"ms": 50.0},
-        "eager3": {"say": "[rank0]: torch.OutOfMemoryError: CUDA out of memory. T"},
-    }
+    told = {"plugin": {"ms": 50.0}, "eager3": {"say": "[rank0]: torch.OutOfMemoryError: CUDA out of memory. T"}}
     status, runs, out = comparing(told)
     assert status == 1 and list(runs) == ["eager1", "eager2", "eager3", "plugin"]
     assert runs["plugin"].graphs["vision"].replays == 16

@@ -16,13 +16,7 @@ from .towers import draw, new_tower
 def run_of(losses, replays=4):
     graphs = {"replays": replays} if replays is not None else None
     steps = len(losses)
-    return {
-        "losses": losses,
-        "grad_norms": [1.0] * steps,
-        "step_ms": [100.0] * steps,
-        "peak_gb": 1.0,
-        "graphs": graphs,
-    }
+    return {"losses": losses, "grad_norms": [1.0] * steps, "step_ms": [100.0] * steps, "peak_gb": 1.0, "graphs": graphs}
 
 
 EAGER = [2.0] * 8, [2.1] * 8

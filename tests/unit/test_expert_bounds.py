@@ -24,8 +24,8 @@ from tests.routers import take_statistics
 from tests.tape import TapeExecutor, TapeRecording, tensors
 
 from .dispatching import dispatching_on_cpu
-from .packs import losses_and_gradients, new_model, pack, small_packs
-from .test_expert_ranks import EXPERTS, compare, on_graphs, own_packs
+from .packs import losses_and_gradients, new_model, pack, replaying, small_packs
+from .test_expert_ranks import EXPERTS, compare, on_graphs, options_of, own_packs
 from .test_recompute import FULL, let_whole_layers_be_recomputed
 from .towers import assert_close, poison
 
@@ -175,18 +175,14 @@ def replay(sizes, lengths=None):
     groups = model.decoder.pg_collection
     assert groups.tp_ep.rank() == groups.ep.rank() * groups.expt_tp.size() + groups.expt_tp.rank()
     packs = own_packs(3) if lengths is None else [pack(lengths, seed) for seed in range(3)]
-    expected = [losses_and_gradients(model, each) for each in packs]
-    buckets = [128] if lengths is None else [sum(lengths)]
-    with on_graphs(model, *packs[:2], capture=False, cuda_graph_packed_buckets=buckets) as graphs:
+
+    def warm_up_further(model):
+        model(**packs[1])
         if lengths is not None:
             let_whole_layers_be_recomputed(model, **FULL["each layer"])
-        graphs.capture()
-        found = []
-        for each in packs:
-            poison(graphs, float("nan"))
-            found.append(losses_and_gradients(model, each))
-        compare(found, expected)
-        assert graphs.statistics().replays == len(packs), graphs.statistics().fallbacks
+
+    options = options_of(model, 128 if lengths is None else sum(lengths))
+    with replaying(model, packs, before_capture=warm_up_further, **options) as graphs:
         return graphs.workload.family.exchange.bounds
 
 

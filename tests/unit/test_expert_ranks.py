@@ -23,11 +23,10 @@ from bridge_cg_plugin.upstream.parallel.process_groups import (
     without_collectives,
 )
 from tests.ranks import run_ranks
-from tests.routers import take_statistics
 
 from .dispatching import dispatching_on_cpu
-from .packs import EXPERTS, graphs_on, losses_and_gradients, new_model, pack, part_of, small_packs, unpacked
-from .towers import assert_close, poison
+from .packs import EXPERTS, graphs_on, losses_and_gradients, new_model, pack, part_of, replaying, small_packs, unpacked
+from .towers import assert_close
 
 EP2 = {"expert_model_parallel_size": 2}
 
@@ -42,9 +41,14 @@ def executor_of(model):
     return ReferenceExecutor(isolated=without_collectives(*groups))
 
 
+def options_of(model, *buckets):
+    """Return options of graphs of a model on a rank."""
+    buckets = list(buckets or (80, 128))
+    return {"executor": executor_of(model), "cuda_graph_modules": [], "cuda_graph_packed_buckets": buckets}
+
+
 def on_graphs(model, *warmup, **options):
-    given = {"executor": executor_of(model), "cuda_graph_modules": [], "cuda_graph_packed_buckets": [80, 128]}
-    return graphs_on(model, *(warmup or (pack((25, 40, 12)),)), **given | options)
+    return graphs_on(model, *(warmup or (pack((25, 40, 12)),)), **options_of(model) | options)
 
 
 def drawn(generator):
@@ -69,26 +73,13 @@ def compare(found, expected):
 
 @dispatching_on_cpu()
 @small_packs()
-def replay(changes, count=4, seed=0):
-    model, packs = rank_model(**changes), own_packs(count, seed)
+def replay(changes):
+    model, packs = rank_model(**changes), own_packs(4)
     if changes.get("context_parallel_size"):
         packs = [part_of(pack((160 - 4 * n, 4 * n), n), 2, distributed.get_rank()) for n in (1, 10, 18, 25)]
-    routers = [layer.mlp.router for layer in model.decoder.layers if layer.is_moe_layer]
-    take_statistics(routers)
-    expected = [losses_and_gradients(model, arguments) for arguments in packs]
-    counted = take_statistics(routers)
-    with on_graphs(model, packs[0], cuda_graph_packed_buckets=[128, 160]) as graphs:
-        take_statistics(routers)
-        found = []
-        for arguments in packs:
-            poison(graphs, float("nan"))
-            found.append(losses_and_gradients(model, arguments))
-        statistics = graphs.statistics()
+    with replaying(model, packs, **options_of(model, 128, 160)) as graphs:
         assert len(graphs._regions) == 1
-    assert statistics.replays == count and not statistics.fallbacks, statistics.fallbacks
-    compare(found, expected)
-    assert_close(take_statistics(routers), counted)
-    return len(graphs.workload.shapes[0].each)
+        return len(graphs.workload.shapes[0].each)
 
 
 MODELS = {
@@ -110,10 +101,7 @@ def test_ranks_that_share_a_pack_ask_nobody(tmp_path):
 
 
 # What one rank is given while the other has a pack that fits: its pack, and what both count.
-BEYOND = {
-    "documents": (((10,) * 8,), ["too_many_documents"] * 2),
-    "unpacked": (None, ["unpacked_batch", "other_rank"]),
-}
+BEYOND = {"documents": (((10,) * 8,), ["too_many_documents"] * 2), "unpacked": (None, ["unpacked_batch", "other_rank"])}
 
 
 @dispatching_on_cpu()

@@ -213,10 +213,7 @@ def test_too_little_memory_is_refused_with_what_to_do(host, monkeypatch):
         memory.check(7 * GIB)
 
 
-@given(
-    st.lists(st.lists(st.integers(1, 5000), max_size=8), min_size=1, max_size=4),
-    st.sampled_from([512, 1024, 4096]),
-)
+@given(st.lists(st.lists(st.integers(1, 5000), max_size=8), min_size=1, max_size=4), st.sampled_from([512, 1024, 4096]))
 def test_storages_never_overlap_and_pieces_are_powers_of_two(requests, piece):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(host_memory, "PIECE", piece)

@@ -20,6 +20,7 @@ from .dispatching import dispatching_on_cpu
 from .hybrids import hybrid_pack, new_hybrid, stand_ins
 from .packs import (
     EXPERTS,
+    ON_CPU,
     CausalSegments,
     graphs_on,
     losses_and_gradients,
@@ -60,6 +61,7 @@ def rank_pack(sizes, lengths, make=pack, **kwargs):
     return part
 
 
+@ON_CPU()
 @small_packs()
 def replay(sizes, room=None, modules=(), packs=PACKS, new=new_model, make=pack, **config):
     model = new(**sizes, **config)
@@ -145,6 +147,7 @@ def test_two_context_parallel_ranks_equal_one(tmp_path, work, new, make, packs):
             assert_close(summed, list(gradients))
 
 
+@ON_CPU()
 @small_packs()
 def fall_back(sizes):
     """Return what a rank counts of packs that no graph takes, among others that one takes."""
@@ -227,10 +230,7 @@ def test_an_older_transformer_engine_is_refused_where_it_reads_offsets(tmp_path)
     assert run_ranks(2, refused_for_the_host, tmp_path / "p2p", "p2p", **CP2) == [None, None]
 
 
-@pytest.mark.parametrize(
-    "version, ranks, warned",
-    [("2.17.1", 2, True), ("2.17.1", 1, False), ("2.18.0", 2, False)],
-)
+@pytest.mark.parametrize("version, ranks, warned", [("2.17.1", 2, True), ("2.17.1", 1, False), ("2.18.0", 2, False)])
 def test_a_release_that_takes_padding_for_tokens_is_named(monkeypatch, caplog, version, ranks, warned):
     monkeypatch.setattr(layers.importlib.metadata, "version", lambda name: version)
     layers.check_exchange(SimpleNamespace(context_parallel_size=ranks, cp_comm_type=None))

@@ -14,12 +14,11 @@ from bridge_cg_plugin.graphs.recordings.executor import ReferenceExecutor
 from bridge_cg_plugin.upstream.kernels import recompute
 
 from ..ranks import run_ranks
-from ..routers import take_statistics
 from ..tape import TapeExecutor
 from . import packs
 from .dispatching import dispatching_on_cpu
-from .test_expert_ranks import EP2, compare, on_graphs, own_packs, rank_model
-from .towers import assert_close, forward, graphs_on, new_tower, results
+from .test_expert_ranks import EP2, options_of, own_packs, rank_model
+from .towers import forward, graphs_on, new_tower, results
 
 FULL = {
     "each layer": {"recompute_method": "uniform", "recompute_num_layers": 1},
@@ -141,24 +140,9 @@ WITH_EXPERTS = {
 def test_layers_with_experts_are_recomputed_and_count_once(let_recompute, changes, again):
     model = packs.new_model(**{**packs.EXPERTS, "moe_shared_expert_intermediate_size": 16, **changes})
     batches = [packs.pack((30, 180, 77)), packs.pack((300,), seed=1), packs.pack((321, 100), seed=2)]
-    with packs.ON_CPU():
-        assert_counts_once(model, batches, let_recompute, partial(packs.graphs_on, cuda_graph_modules=[]))
-    assert next(again) > 0
-
-
-def assert_counts_once(model, batches, let_recompute, graphs_on):
-    """Compare replays of layers that are recomputed, and what their routers count, with eager without recompute."""
-    routers = [layer.mlp.router for layer in model.decoder.layers]
-    take_statistics(routers)
-    expected = [packs.losses_and_gradients(model, batch) for batch in batches]
-    counted = take_statistics(routers)
-    with graphs_on(model, batches[0], capture=False) as graphs:
-        let_recompute(model)
-        graphs.capture()
-        take_statistics(routers)
-        compare([packs.losses_and_gradients(model, batch) for batch in batches], expected)
-        assert graphs.statistics().replays == len(batches) and not graphs.statistics().fallbacks
-    assert_close(take_statistics(routers), counted)
+    options = {"before_capture": let_recompute, "counts": True, "cuda_graph_modules": []}
+    with packs.ON_CPU(), packs.replaying(model, batches, **options):
+        assert next(again) > 0
 
 
 @pytest.mark.parametrize("inside", [SELECTIVE["core_attn"], SELECTIVE["layernorm"][:1]], ids=["core", "norm"])
@@ -175,7 +159,8 @@ def test_attention_with_experts_outside_recomputes_its_own(inside, again, monkey
 def replay_on_ranks():
     """Layers whose experts two ranks share exchange tokens again, as eager does, and count once."""
     model = rank_model(**COUNTED["a bias of experts"])
-    assert_counts_once(model, own_packs(3), WAYS["each layer"][0], on_graphs)
+    with packs.replaying(model, own_packs(3), before_capture=WAYS["each layer"][0], counts=True, **options_of(model)):
+        pass
 
 
 def test_experts_of_several_ranks_are_recomputed(tmp_path):

@@ -115,10 +115,7 @@ def test_capture_fires_no_hook_of_a_parameter():
     assert fired == []
 
 
-@pytest.mark.parametrize(
-    ("frozen", "modes"),
-    [(False, {(True, True)}), (True, {(True, True), (False, True)})],
-)
+@pytest.mark.parametrize(("frozen", "modes"), [(False, {(True, True)}), (True, {(True, True), (False, True)})])
 def test_each_recording_is_made_in_its_own_mode(frozen, modes):
     """A graph keeps the mode it was recorded in; the reference executor, which runs again, would hide another one."""
     model, seen = Toy().requires_grad_(not frozen), set()

@@ -193,11 +193,7 @@ class Capturing(ReferenceExecutor):
         return CudaGraphRecording(body, Pool(), self.stream, (), self._replays, self.told.append)
 
 
-POLICIES = {
-    "both": ({OTHER}, {"square"}, True),
-    "recompute": ((), {"square"}, False),
-    "no policy": (None, None, False),
-}
+POLICIES = {"both": ({OTHER}, {"square"}, True), "recompute": ((), {"square"}, False), "no policy": (None, None, False)}
 
 
 @pytest.mark.parametrize("scopes, kinds, copies", POLICIES.values(), ids=POLICIES)
