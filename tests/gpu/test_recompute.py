@@ -6,7 +6,7 @@ import torch
 from tests.models import language_model as lm
 from tests.models import packed_parity as parity
 
-from .common import memories
+from .common import add_lora, memories
 from .packs import Trained, assert_eagers, graphs_on
 from .test_parity import NOISE_FLOOR
 
@@ -54,6 +54,24 @@ def test_an_encoders_layers_are_recomputed(tower_module, model, grads, graphs_of
         assert helper.graphs.statistics().replays == 1 and not helper.graphs.statistics().fallbacks
         helper.delete_cuda_graphs()
     assert taken[granularity] <= 0.95 * taken[None]
+
+
+def test_adapters_drop_once_more_what_they_dropped(tower_module, model, graphs_of):
+    add_lora(model, ["linear_qkv", "linear_fc2"], dropout=0.1)
+    grads, batch, found = tower_module.MainGrads(model), tower_module.make_batch(GRID, model, seed=1), []
+    for wanted in (None, "full"):
+        recomputing(model, wanted)
+        helper = graphs_of(buckets=(2304,), slots=1, kernels="exact", max_frames=8)
+        grads.zero()
+        torch.cuda.manual_seed(7)
+        found.append(([output.detach().clone() for output in tower_module.step(model, batch)], grads.copy()))
+        assert helper.graphs.statistics().replays == 1 and not helper.graphs.statistics().fallbacks
+        helper.delete_cuda_graphs()
+    (expected, first), (outputs, second) = found
+    far = tower_module.largest_relative(second, first)
+    print(f"gradients {far:.1e} from those without recompute")
+    assert all(map(torch.equal, outputs, expected))
+    assert far <= NOISE_FLOOR
 
 
 def test_whole_layers_of_packs_are_recomputed(tower_module):

@@ -199,13 +199,47 @@ def refused(match):
     assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None
 
 
-def test_adapters_that_draw_are_refused():
-    """Two runs of a layer would drop other values, and nobody would notice."""
-    model = LoRA(target_modules=["linear_proj"], dim=4, alpha=8, dropout=0.1)(packs.new_model(), training=True)
-    draws = refused(r"which a Dropout of p=0\.1 does: let it draw nothing")
-    with packs.graphs_on(model, packs.pack(packs.WARMUP), capture=False, executor=TapeExecutor()) as graphs, draws:
-        let_whole_layers_be_recomputed(model, **FULL["each layer"])
-        graphs.capture()
+def adapted(dropout):
+    """Return a model with adapters, and its microbatches."""
+    torch.manual_seed(1)
+    adapters = LoRA(target_modules=["linear_proj", "linear_fc2"], dim=4, alpha=8, dropout=dropout)
+    model = adapters(packs.new_model(), training=True)
+    for name, parameter in model.named_parameters():
+        if "linear_out" in name:  # zero at first, which hides what is dropped
+            torch.nn.init.normal_(parameter, std=0.1)
+    return model, [packs.pack((30, 180, 77)), packs.pack((300,), seed=1), packs.pack((321, 100), seed=2)]
+
+
+def let_layers_and_their_parts_be_recomputed(model):
+    let_parts_be_recomputed("mlp", model)
+    let_whole_layers_be_recomputed(model, **FULL["each layer"])
+
+
+DROPPED = {
+    "layers": partial(let_whole_layers_be_recomputed, **FULL["each layer"]),
+    "MLPs": partial(let_parts_be_recomputed, "mlp"),
+    "MLPs in layers": let_layers_and_their_parts_be_recomputed,
+}
+
+
+@pytest.mark.parametrize("executor", [TapeExecutor, ReferenceExecutor])
+@pytest.mark.parametrize("recomputed", DROPPED.values(), ids=DROPPED)
+def test_adapters_drop_once_more_what_they_dropped(executor, recomputed, again):
+    """Each replay draws anew; its backward drops the same, as without recompute."""
+    found = []
+    for let_recompute in (lambda model: None, recomputed):
+        model, batches = adapted(0.3)
+        with packs.graphs_on(model, packs.pack(packs.WARMUP), capture=False, executor=executor()) as graphs:
+            let_recompute(model)
+            assert graphs.capture()
+            torch.manual_seed(2)
+            found.append([packs.losses_and_gradients(model, batch) for batch in (*batches, batches[0])])
+            assert packs.replayed(graphs) == len(batches) + 1
+    assert next(again) > 0
+    plain, recomputing = found
+    for actual, expected in zip(recomputing, plain, strict=True):
+        packs.assert_same(actual, expected)
+    assert not torch.equal(plain[0][0], plain[-1][0])
 
 
 @pytest.mark.parametrize("module, drawn", [(recompute.TE_ATTENTION, "in vain"), ("elsewhere", "something")])

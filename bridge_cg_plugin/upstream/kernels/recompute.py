@@ -10,12 +10,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from itertools import count
-from typing import Any
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.nn import functional
 from torch.nn.modules.dropout import _DropoutNd
+from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from ...graphs.errors import CaptureError
@@ -110,7 +112,8 @@ def recomputing(modules: Sequence[nn.Module]) -> Iterator[None]:
     if code is None or code.co_filename != importlib.import_module(RECOMPUTE.module).__file__:
         yield
         return
-    with overridden(package, RECOMPUTE.target, partial(_recomputed, modules)), ExitStack() as stack:
+    drops = any(isinstance(each, nn.Dropout) and each.training and each.p for each in every_module(modules))
+    with overridden(package, RECOMPUTE.target, partial(_recomputed, modules, drops)), ExitStack() as stack:
         if getattr(package, DISCARD_CLASS, None) is getattr(importlib.import_module(DISCARD.module), DISCARD_CLASS):
             stack.enter_context(overridden(package, DISCARD_CLASS, WithoutOutput))
         try:
@@ -150,9 +153,73 @@ def runs_again() -> bool:
     return _first_runs > 0
 
 
+class _Dropouts(TorchFunctionMode):
+    """Lets later runs of the same work drop what the first one dropped: a graph's backward would draw anew."""
+
+    _around: ClassVar[list["_Dropouts"]] = []  # runs under way, each inside of the one before
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._masks: list[Tensor] = []
+        self._left: Iterator[Tensor] | None = None
+        self._outer = self._around[-1] if self._around else None
+        self._generator: torch.Generator | None = None
+        self._state = torch.empty(0)
+        self._others_drew = False
+
+    def watch(self, generator: torch.Generator | None) -> None:
+        """Begin the first run, which draws from a generator; None in a capture, which cannot tell who draws."""
+        self._generator = generator
+        self._note()
+
+    def others_drew(self) -> bool:
+        """Whether anything else has drawn in the first run."""
+        if self._generator is not None:
+            self._others_drew |= not torch.equal(self._generator.get_state(), self._state)
+        return self._others_drew
+
+    def begin_again(self) -> None:
+        """Begin a later run."""
+        self._left = iter(self._masks)
+
+    def __enter__(self) -> Self:
+        self._around.append(self)
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._around.pop()
+
+    def __torch_function__(
+        self, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        return (self._drop if function is functional.dropout else function)(*args, **(kwargs or {}))
+
+    def _drop(self, x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+        if not training or p in (0, 1):
+            return functional.dropout(x, p, training, inplace)
+        # All runs save the same tensors for autograd, which a checkpoint counts.
+        made: Tensor = torch.ops.aten.native_dropout_backward(x, self._mask(x.detach(), p), 1 / (1 - p))
+        return x.copy_(made) if inplace else made
+
+    def _mask(self, x: Tensor, p: float) -> Tensor:
+        if self._left is not None:
+            return next(self._left)
+        self.others_drew()
+        mask = torch.native_dropout(x, p, True)[1] if self._outer is None else self._outer._mask(x, p)
+        self._masks.append(mask)
+        self._note()
+        return mask
+
+    def _note(self) -> None:
+        if self._generator is not None:
+            self._state = self._generator.get_state()
+
+
 @contextmanager
-def _first_run(modules: Sequence[nn.Module], given: Sequence[Any]) -> Iterator[None]:
-    """Be in the first of two runs, which draws nothing, as of an adapter's dropout; a capture cannot tell.
+def _first_run(modules: Sequence[nn.Module], given: Sequence[Any], dropouts: _Dropouts) -> Iterator[None]:
+    """Be in the first of two runs, which draws nothing but dropout.
 
     Attention of Transformer Engine asks for a state without dropout, too, which changes no value.
 
@@ -162,17 +229,17 @@ def _first_run(modules: Sequence[nn.Module], given: Sequence[Any]) -> Iterator[N
     global _first_runs
     device = next((each.device for each in given if isinstance(each, Tensor)), CPU)
     capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-    before = None if capturing else default_generator(device).get_state()
+    dropouts.watch(None if capturing else default_generator(device))
     _first_runs += 1
     try:
         yield
     finally:
         _first_runs -= 1
-    if before is None or torch.equal(before, default_generator(device).get_state()):
+    if not dropouts.others_drew():
         return
     inside = every_module(modules)
-    dropouts = (each for each in inside if isinstance(each, _DropoutNd) and each.training and each.p)
-    named = next((f"a {type(each).__name__} of p={each.p}" for each in dropouts), "")
+    others = (each for each in inside if isinstance(each, _DropoutNd) and not isinstance(each, nn.Dropout))
+    named = next((f"a {type(each).__name__} of p={each.p}" for each in others if each.training and each.p), "")
     kinds = (base for each in inside for base in type(each).__mro__)
     if named or not any((kind.__module__, kind.__name__) == ENGINES_ATTENTION for kind in kinds):
         raise CaptureError(
@@ -182,7 +249,11 @@ def _first_run(modules: Sequence[nn.Module], given: Sequence[Any]) -> Iterator[N
 
 
 def _recomputed(
-    modules: Sequence[nn.Module], function: Callable[..., Any], distribute_saved_activations: bool, *args: Any
+    modules: Sequence[nn.Module],
+    drops: bool,
+    function: Callable[..., Any],
+    distribute_saved_activations: bool,
+    *args: Any,
 ) -> Any:
     """Stand in for upstream's `checkpoint`; inputs are not divided among ranks, which changes no value."""
     if dropout := next((name for name in (ATTENTION, HIDDEN) if draws(modules, name)), None):
@@ -190,12 +261,18 @@ def _recomputed(
             f"recompute inside a graph would draw other random numbers than its forward: set {dropout} to 0, or "
             "recompute nothing"
         )
-    again, runs = tuple(_inside), count()
+    again, runs, dropouts = tuple(_inside), count(), _Dropouts()
 
     def run(*given: Any) -> Any:
         with ExitStack() as stack:
-            for context in again if next(runs) else (partial(_first_run, modules, given),):
-                stack.enter_context(context())
+            if next(runs):
+                dropouts.begin_again()
+                for context in again:
+                    stack.enter_context(context())
+            else:
+                stack.enter_context(_first_run(modules, given, dropouts))
+            if drops:
+                stack.enter_context(dropouts)
             return function(*given)
 
     return checkpoint(run, *args, use_reentrant=False, preserve_rng_state=False, determinism_check="none")
