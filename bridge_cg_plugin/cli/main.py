@@ -6,7 +6,7 @@ import importlib
 import json
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import asdict
 from typing import NoReturn
@@ -121,10 +121,7 @@ def _audit(args: argparse.Namespace, tell: Tell) -> int:
     return 1 if found.drift else 0
 
 
-RUNS: dict[str, Callable[[argparse.Namespace, Tell], int]] = {
-    **{"report": reports.run_report, "plan": planner.run, "recipes": explained_recipes.run},
-    **{"audit": _audit, "doctor": _doctor},
-}
+RUNS = dict(report=reports.run_report, plan=planner.run, recipes=explained_recipes.run, audit=_audit, doctor=_doctor)
 
 
 if __name__ == "__main__":
