@@ -27,7 +27,7 @@ from ...vision.grid_encoder import GridEncoder
 from ...vision.kernels.packed_attention import DTYPES, PackedSegments, packed_attention, taken_apart
 from ...vision.layout import TokenPositions, segment_offsets
 from ..kernels.layers import kernels_available
-from ..kernels.recompute import known_activations
+from ..kernels.recompute import known_activations, recomputing
 from ..seams.own_code import as_shipped
 from ..wrappers import forwards_replaced, overridden
 from .direct_attention import Locate, flash_attention_refusal, located, segment_attention_refusal
@@ -74,32 +74,25 @@ def result(**tensors: Any) -> Any:
     return BaseModelOutputWithPooling(**tensors)
 
 
-def refuse_unusual(model: UpstreamModule, encoder: str, weight: Tensor | None = None) -> None:
-    """Refuse a tower that cannot be recorded as it is.
+def refuse_unusual(model: UpstreamModule, encoder: str, weight: Tensor) -> None:
+    """Refuse a tower whose attention packed kernels do not compute.
 
     Args:
         model: The tower.
         encoder: Its name, for messages.
-        weight: One of its weights, where packed kernels attend, without dropout; None where its own attention does.
+        weight: One of its weights.
 
     Raises:
-        OptionError: Layers are recomputed in the backward; or packed kernels do not compute what its attention does.
+        OptionError: It is refused.
     """
-    packed, value = weight is not None, cast(Any, True)
-    dtype = weight.dtype if weight is not None and weight.device.type == "cuda" else DTYPES[0]
-    dropout = getattr(model.config, "attention_dropout", 0) if packed else 0
-    if getattr(model, "is_gradient_checkpointing", False):
-        field, allowed = "gradient_checkpointing", "false on a vision tower"
-        remedy = "Call gradient_checkpointing_disable() on it: its activations live in the graph's memory."
-    elif dropout:
-        field, value, allowed = "vision_config.attention_dropout", dropout, "0"
-        remedy = "Its layers attend in packed kernels without dropout. Set it to 0, or switch vision graphs off."
-    elif dtype not in DTYPES:
-        field, value, allowed = "model.params_dtype", dtype, "torch.bfloat16 or torch.float16"
+    field, value = "vision_config.attention_dropout", getattr(model.config, "attention_dropout", 0)
+    allowed = "0"
+    remedy = "Its layers attend in packed kernels without dropout. Set it to 0, or switch vision graphs off."
+    if not value and weight.device.type == "cuda" and weight.dtype not in DTYPES:
+        field, value, allowed = "model.params_dtype", weight.dtype, "torch.bfloat16 or torch.float16"
         remedy = "Its layers attend in PyTorch's packed flash kernels. Train in bf16, or switch vision graphs off."
-    else:
-        return
-    raise OptionError(field, value, f"{allowed} with vision graphs of {encoder}", remedy)
+    if value:
+        raise OptionError(field, value, f"{allowed} with vision graphs of {encoder}", remedy)
 
 
 class TowerEncoder(GridEncoder):
@@ -353,7 +346,7 @@ AttentionForward = Callable[..., Any]
 
 
 def attending(attention: str, forward: AttentionForward) -> RecordingKernels:
-    """Return kernels that let attention take `PackedSegments` while a region is recorded.
+    """Return kernels that let attention take `PackedSegments` while a region is recorded, and layers be recomputed.
 
     Hugging Face's own reads the offsets on the host and attends segment by segment, or hands the longest segment's
     length over as a device tensor.
@@ -366,7 +359,12 @@ def attending(attention: str, forward: AttentionForward) -> RecordingKernels:
     def wanted(module: nn.Module) -> bool:
         return type(module).__name__ == attention and as_shipped(module, "forward")
 
-    return lambda modules: forwards_replaced(modules, forward, wanted)
+    @contextmanager
+    def kernels(modules: Sequence[nn.Module]) -> Iterator[None]:
+        with recomputing(modules), forwards_replaced(modules, forward, wanted):
+            yield
+
+    return kernels
 
 
 def tower_family(

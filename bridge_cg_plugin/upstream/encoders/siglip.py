@@ -11,24 +11,20 @@ from ...graphs.program import Buffers, Call, TensorSpec
 from ...graphs.rows import write_rows
 from ...vision.batch import BatchError, EncoderBatch, HostGrids, check_device, equal_images
 from ...vision.encoder import Encoder, EncoderFamily, encoder_call
-from ..kernels.recompute import known_activations
-from .packed_towers import held_as, refuse_unusual, result, returns_an_object
+from ..kernels.recompute import known_activations, recomputing
+from .packed_towers import held_as, result, returns_an_object
 
 
 class SiglipEncoder(Encoder):
     """The own forward of Hugging Face's `SiglipVisionModel` on a padded number of images, which do not see each other.
 
     Buckets have no limits.
-
-    Raises:
-        OptionError: The model checkpoints its layers.
     """
 
     unit_of = "one image"
 
     def prepare(self) -> None:
         """See `Encoder`."""
-        refuse_unusual(self.model, "SigLIP")
         config = self.model.config
         self.unit = (config.image_size // config.patch_size) ** 2
         self._image = (config.num_channels, config.image_size, config.image_size)
@@ -84,5 +80,6 @@ SIGLIP = EncoderFamily(
     name="SigLIP",
     find=held_as("vision_tower", "SiglipVisionModel"),
     encoder=SiglipEncoder,
+    kernels=recomputing,
     known_activations=known_activations,
 )

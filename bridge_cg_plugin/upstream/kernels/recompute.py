@@ -98,6 +98,7 @@ def _refusal(option: str) -> CaptureError:
 RECOMPUTE, DISCARD = seam("recompute"), seam("recomputed_outputs")
 PACKAGE = RECOMPUTE.module.rpartition(".")[0]
 DISCARD_CLASS = DISCARD.target.partition(".")[0]
+OF_HUGGING_FACE = "_gradient_checkpointing_func"  # in the layers of its encoders
 
 
 @contextmanager
@@ -106,16 +107,23 @@ def recomputing(modules: Sequence[nn.Module]) -> Iterator[None]:
 
     Where somebody else's function is in the place of upstream's, it stays.
     """
+    inside = every_module(modules)
+    drops = any(isinstance(each, nn.Dropout) and each.training and each.p for each in inside)
+    run_again = partial(_recomputed, modules, drops)
     package = importlib.import_module(PACKAGE)
     code = getattr(getattr(package, RECOMPUTE.target), "__code__", None)
-    # Where code lies proves whose it is; no look compares it, which other threads would see replaced.
-    if code is None or code.co_filename != importlib.import_module(RECOMPUTE.module).__file__:
-        yield
-        return
-    drops = any(isinstance(each, nn.Dropout) and each.training and each.p for each in every_module(modules))
-    with overridden(package, RECOMPUTE.target, partial(_recomputed, modules, drops)), ExitStack() as stack:
-        if getattr(package, DISCARD_CLASS, None) is getattr(importlib.import_module(DISCARD.module), DISCARD_CLASS):
-            stack.enter_context(overridden(package, DISCARD_CLASS, WithoutOutput))
+    with ExitStack() as stack:
+        # Where code lies proves whose it is; no look compares it, which other threads would see replaced.
+        if code is not None and code.co_filename == importlib.import_module(RECOMPUTE.module).__file__:
+            stack.enter_context(overridden(package, RECOMPUTE.target, run_again))
+            if getattr(package, DISCARD_CLASS, None) is getattr(importlib.import_module(DISCARD.module), DISCARD_CLASS):
+                stack.enter_context(overridden(package, DISCARD_CLASS, WithoutOutput))
+        for layer in inside:
+            function = getattr(layer, OF_HUGGING_FACE, None)
+            if getattr(function, "func", None) is torch.utils.checkpoint.checkpoint and layer.gradient_checkpointing:
+                stack.enter_context(
+                    overridden(layer, OF_HUGGING_FACE, lambda call, *args: run_again(call, False, *args))
+                )
         try:
             yield
         finally:

@@ -150,13 +150,15 @@ look_not_into("megatron.core.timers", "megatron.core.process_groups_config")
 # The all-to-all dispatcher keeps `probs` and `routing_map` of a pass, for one; statistics and caches are globals.
 PACKAGES = frozenset(("megatron", "transformer_engine"))
 # Where hooks are made that are part of a module's forward, or that gather parameters, for which replays wait, or that
-# collect outputs in those calls alone that ask for them.
+# collect outputs in those calls alone that ask for them, or that let an output without parameters behind it need a
+# gradient, which changes none.
 OWN_HOOKS = (
     "megatron.bridge.peft.lora_layers",
     "megatron.core.distributed.distributed_data_parallel",
     "megatron.core.extensions.transformer_engine",
     "megatron.core.transformer.moe.experts",
     "megatron.core.transformer.moe.shared_experts",
+    "transformers.modeling_utils",
     "transformers.utils.output_capturing",
 )
 
