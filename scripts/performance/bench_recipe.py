@@ -59,11 +59,7 @@ _SFT, _TP2 = "qwen3_vl_8b_vision_graphs_h200_sft_config", "model.tensor_model_pa
 _OVERLAP = ("ddp.overlap_grad_reduce=true", "ddp.overlap_param_gather=true")
 # Random weights send three times the mean of tokens to one of eight GPUs, and samples are padded to the whole length:
 # with 4096 tokens, 48 layers do not fit 140 GB.
-_FITTING = (
-    "model.moe_router_force_load_balancing=true",
-    "model.seq_length=2048",
-    "dataset.seq_length=2048",
-)
+_FITTING = ("model.moe_router_force_load_balancing=true", "model.seq_length=2048", "dataset.seq_length=2048")
 CASES = {
     "8b_sft_tp2": Case(_SFT, 2, (_TP2,)),
     "8b_sft_tp2_dp2": Case(_SFT, 4, (_TP2,), 16),

@@ -14,9 +14,7 @@ Rounds = Sequence[Mapping[str, Any]]
 
 
 def record_of(
-    run: Mapping[str, Any],
-    eager: Sequence[Mapping[str, Any]] = (),
-    same_rows: Mapping[str, Any] | None = None,
+    run: Mapping[str, Any], eager: Sequence[Mapping[str, Any]] = (), same_rows: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
     """Return the fields of a record that a run gives, beside eager ones.
 
