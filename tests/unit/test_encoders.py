@@ -2,7 +2,6 @@
 
 import copy
 import pickle
-from collections import Counter
 from contextlib import nullcontext
 
 import pytest
@@ -12,7 +11,6 @@ from hypothesis import strategies as st
 from transformers.models.pixtral import modeling_pixtral as upstream
 
 from bridge_cg_plugin.options import OptionError
-from bridge_cg_plugin.upstream.kernels import recompute
 from bridge_cg_plugin.upstream.kernels.recompute import _scopes
 from bridge_cg_plugin.vision.batch import BatchError
 
@@ -231,9 +229,7 @@ def test_dropout_in_attention_is_refused(case):
 
 @every_encoder
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_checkpointed_layers_run_again_in_the_backward(case, reentrant, monkeypatch):
-    calls, plain = Counter(), recompute.checkpoint
-    monkeypatch.setattr(recompute, "checkpoint", lambda call, *args, **how: plain(counted(call, calls), *args, **how))
+def test_checkpointed_layers_run_again_in_the_backward(case, reentrant, again):
     model = case.new()
     expected = [case.results(model, size) for size in case.sizes[:3]]
     model.gradient_checkpointing_enable({"use_reentrant": reentrant})
@@ -242,17 +238,7 @@ def test_checkpointed_layers_run_again_in_the_backward(case, reentrant, monkeypa
             poison(graphs, float("nan"))
             assert_equal_results(case.results(model, size), results)
         assert graphs.statistics().fallbacks == {}
-    assert max(calls.values()) == 2
-
-
-def counted(call, calls):
-    """Count the runs of each call."""
-
-    def run(*args):
-        calls[run] += 1
-        return call(*args)
-
-    return run
+    assert next(again) > 0
 
 
 PADDED = [[1, 4, 6], [1, 8, 2]]

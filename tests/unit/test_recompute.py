@@ -2,7 +2,6 @@
 
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from itertools import count
 
 import pytest
 import torch
@@ -34,30 +33,6 @@ SELECTIVE = {
     "moe_act": ["mlp.experts.activation_recompute"],
     "shared_experts": ["mlp.shared_experts_recompute"],
 }
-
-
-@pytest.fixture
-def again(monkeypatch):
-    """Count how often recorded work runs what it recomputes once more."""
-    found = count()
-
-    def counting(call):
-        def counted_call(*args, **settings):
-            place = next(place for place, each in enumerate(args) if callable(each))
-            function, runs = args[place], count()
-
-            def counted(*given):
-                if next(runs):
-                    next(found)
-                return function(*given)
-
-            return call(*args[:place], counted, *args[place + 1 :], **settings)
-
-        return counted_call
-
-    for owner in (recompute, recompute.WithoutOutput):
-        monkeypatch.setattr(owner, "checkpoint", counting(owner.checkpoint))
-    return found
 
 
 def let_parts_be_recomputed(module, model):

@@ -85,14 +85,13 @@ def refuse_unusual(model: UpstreamModule, encoder: str, weight: Tensor) -> None:
     Raises:
         OptionError: It is refused.
     """
-    field, value = "vision_config.attention_dropout", getattr(model.config, "attention_dropout", 0)
-    allowed = "0"
-    remedy = "Its layers attend in packed kernels without dropout. Set it to 0, or switch vision graphs off."
-    if not value and weight.device.type == "cuda" and weight.dtype not in DTYPES:
-        field, value, allowed = "model.params_dtype", weight.dtype, "torch.bfloat16 or torch.float16"
+    where = f"with vision graphs of {encoder}"
+    if dropout := getattr(model.config, "attention_dropout", 0):
+        remedy = "Its layers attend in packed kernels without dropout. Set it to 0, or switch vision graphs off."
+        raise OptionError("vision_config.attention_dropout", dropout, f"0 {where}", remedy)
+    if weight.device.type == "cuda" and weight.dtype not in DTYPES:
         remedy = "Its layers attend in PyTorch's packed flash kernels. Train in bf16, or switch vision graphs off."
-    if value:
-        raise OptionError(field, value, f"{allowed} with vision graphs of {encoder}", remedy)
+        raise OptionError("model.params_dtype", weight.dtype, f"torch.bfloat16 or torch.float16 {where}", remedy)
 
 
 class TowerEncoder(GridEncoder):

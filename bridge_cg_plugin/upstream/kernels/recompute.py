@@ -21,9 +21,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from ...graphs.errors import CaptureError
-from ...graphs.instance import every_module
+from ...graphs.instance import every_module, modules_where
 from ...graphs.recordings.capture import default_generator
 from ...offload.registry import View, current_registry, derive, scoped, view_of
+from ...upstream_types import UpstreamModule
 from ..seams.registry import seam
 from ..seams.registry.engine import TE_ATTENTION, TE_LAYERNORM_LINEAR
 from ..seams.states import fits
@@ -107,9 +108,7 @@ def recomputing(modules: Sequence[nn.Module]) -> Iterator[None]:
 
     Where somebody else's function is in the place of upstream's, it stays.
     """
-    inside = every_module(modules)
-    drops = any(isinstance(each, nn.Dropout) and each.training and each.p for each in inside)
-    run_again = partial(_recomputed, modules, drops)
+    run_again = partial(_recomputed, modules, bool(modules_where(_drops, modules)))
     package = importlib.import_module(PACKAGE)
     code = getattr(getattr(package, RECOMPUTE.target), "__code__", None)
     with ExitStack() as stack:
@@ -118,17 +117,23 @@ def recomputing(modules: Sequence[nn.Module]) -> Iterator[None]:
             stack.enter_context(overridden(package, RECOMPUTE.target, run_again))
             if getattr(package, DISCARD_CLASS, None) is getattr(importlib.import_module(DISCARD.module), DISCARD_CLASS):
                 stack.enter_context(overridden(package, DISCARD_CLASS, WithoutOutput))
-        for layer in inside:
-            function = getattr(layer, OF_HUGGING_FACE, None)
-            if getattr(function, "func", None) is torch.utils.checkpoint.checkpoint and layer.gradient_checkpointing:
-                stack.enter_context(
-                    overridden(layer, OF_HUGGING_FACE, lambda call, *args: run_again(call, False, *args))
-                )
+        for layer in modules_where(_is_checkpointed, modules):
+            stack.enter_context(overridden(layer, OF_HUGGING_FACE, lambda call, *args: run_again(call, False, *args)))
         try:
             yield
         finally:
             while _saving:  # a pass failed
                 _saving.pop().__exit__()
+
+
+def _drops(module: nn.Module) -> bool:
+    return isinstance(module, nn.Dropout) and module.training and module.p > 0
+
+
+def _is_checkpointed(module: UpstreamModule) -> bool:
+    """Whether a module calls PyTorch's checkpoint as Hugging Face's layers do."""
+    function = getattr(getattr(module, OF_HUGGING_FACE, None), "func", None)
+    return function is torch.utils.checkpoint.checkpoint and bool(module.gradient_checkpointing)
 
 
 def recomputed(function: Callable[..., Any], *args: Any) -> Any:
