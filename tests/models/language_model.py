@@ -31,7 +31,8 @@ class Shape:
     Attributes:
         layers: Transformer layers.
         hidden: Width.
-        heads: Query heads of 128; half as many, at most 8, for keys and values.
+        heads: Query heads; half as many, at most 8, for keys and values.
+        head_width: Of an attention head.
         ffn: Width of the MLP, or of an expert.
         experts: Experts, each token goes to 4; 0 is a dense model.
         pattern: A letter per layer of a hybrid, M Mamba, * attention, - MLP, in place of `layers`; none is a GPT model.
@@ -44,6 +45,7 @@ class Shape:
     layers: int = 16
     hidden: int = 2048
     heads: int = 16
+    head_width: int = 128
     ffn: int = 6144
     experts: int = 0
     pattern: str = ""
@@ -117,7 +119,7 @@ def settings_of(shape: Shape) -> dict[str, Any]:
         "hidden_size": shape.hidden,
         "num_attention_heads": shape.heads,
         "num_query_groups": min(shape.heads // 2, 8),
-        "kv_channels": 128,
+        "kv_channels": shape.head_width,
         "ffn_hidden_size": shape.ffn,
         **DENSE,
         "qk_layernorm": True,
