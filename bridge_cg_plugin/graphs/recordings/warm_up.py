@@ -24,12 +24,11 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from ...announce import LOGGER
 from ..changes.dict_watch import WATCHER
 from ..changes.model_watch import ModelWatch
-from ..changes.state import PARTS, plain
+from ..changes.state import PARTS, plain, tensors_in
 from ..errors import Refused, named
 from ..fallback import Fallback
 from ..instance import InstanceMethod, own_attribute
@@ -158,9 +157,9 @@ class Operations(TorchDispatchMode):
         """Run an operation and note what it makes and draws."""
         kwargs = kwargs or {}
         made = func(*args, **kwargs)
-        results = [each for each in tree_leaves(made) if isinstance(each, Tensor)]
+        results = list(tensors_in(made))
         with suppress(NotImplementedError, RuntimeError):  # tensors without a storage
-            given = {each.untyped_storage()._cdata for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)}
+            given = {each.untyped_storage()._cdata for each in tensors_in((args, kwargs))}
             for storage in (each.untyped_storage() for each in results):
                 if storage._cdata not in given:
                     self._made[storage._cdata] = StorageWeakRef(storage)
