@@ -20,10 +20,7 @@ from bridge_cg_plugin.upstream.hooks.training_config import refused_start
 # Layouts, each of which divides the GPUs: of all layers, of experts.
 LAYOUTS = tuple(
     tuple(f"{kind}_parallel_size" for kind in kinds)
-    for kinds in (
-        ("tensor_model", "pipeline_model", "context"),
-        ("expert_tensor", "expert_model", "pipeline_model"),
-    )
+    for kinds in (("tensor_model", "pipeline_model", "context"), ("expert_tensor", "expert_model", "pipeline_model"))
 )
 FIELDS = tuple(dict.fromkeys(field for layout in LAYOUTS for field in layout))
 

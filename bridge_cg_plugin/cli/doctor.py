@@ -181,6 +181,9 @@ def _look_at_torch(found: Diagnosis, started: Popen[str], seconds: float, wants_
         facts = {}
     for name, said in facts.get("libraries", {}).items():
         found.add(f"{name} does not import: {said}", _remedy(said))
+    if old := facts.get("old_cudnn"):
+        what = f"Transformer Engine runs this system's cuDNN {old[0]}, older than PyTorch's {old[1]}"
+        found.add(what, f"export LD_LIBRARY_PATH={old[2]}:$LD_LIBRARY_PATH")
     facts = probe.look() if here else facts
     if not facts:
         return

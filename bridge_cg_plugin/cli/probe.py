@@ -1,6 +1,5 @@
 """What PyTorch and upstream's libraries do here, asked in a process of its own, which a broken library may end."""
 
-import ctypes
 import importlib
 import importlib.util
 import json
@@ -8,12 +7,16 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
 DRIVER = Path("/proc/driver/nvidia/version")
 # What upstream imports beside PyTorch, and a broken installation does not give.
-LIBRARIES = ("transformer_engine.pytorch", "triton", "transformers", "omegaconf", "hydra", "megatron.bridge")
+ENGINE = "transformer_engine.pytorch"
+LIBRARIES = (ENGINE, "triton", "transformers", "omegaconf", "hydra", "megatron.bridge")
+# Packages with the cuDNN that PyTorch's wheels bring.
+CUDNN = ("nvidia-cudnn-cu13", "nvidia-cudnn-cu12")
 _MARK, _BEGINS = "BRIDGE_CG_PROBE ", "BRIDGE_CG_IMPORTS "
 
 
@@ -69,21 +72,35 @@ def told(started: subprocess.Popen[str], seconds: float) -> dict[str, Any]:
 def main() -> None:
     """Print what `look` returns as one line, then each time a library that raises."""
     print(f"\n{_MARK}{json.dumps(look())}", flush=True)
-    for failed in import_libraries():
-        print(f"\n{_MARK}{json.dumps({'libraries': failed})}", flush=True)
+    for fact in import_libraries():
+        print(f"\n{_MARK}{json.dumps(fact)}", flush=True)
 
 
-def import_libraries() -> Iterator[dict[str, str]]:
-    """Import each library that is installed, beside PyTorch as upstream does; yields which raised what so far."""
+def import_libraries() -> Iterator[dict[str, Any]]:
+    """Import each library that is installed, beside PyTorch as upstream does; yields facts that show by that."""
     failed = {}
     for name in LIBRARIES:
+        fact: dict[str, Any] = {}
         try:
             if importlib.util.find_spec(name.partition(".")[0]) is not None:
                 print(f"\n{_BEGINS}{name}", flush=True)
                 importlib.import_module(name)
+                fact = {"old_cudnn": old_cudnn()} if name == ENGINE else {}
         except BaseException as error:
             failed[name] = f"{type(error).__name__}: {error}"
-            yield failed
+            fact = {"libraries": failed}
+        yield fact
+
+
+def old_cudnn() -> list[str]:
+    """Return which cuDNN Transformer Engine has loaded, and version and folder of PyTorch's own if that is newer."""
+    from bridge_cg_plugin.upstream.seams.registry import seam
+
+    installed = [d for d in distributions() if d.metadata["Name"] in CUDNN]
+    loaded = seam("engine_cudnn_version")
+    runs = getattr(importlib.import_module(loaded.module), loaded.target)()
+    newer = [d for d in installed if tuple(map(int, d.version.split(".")[:3])) > runs]
+    return [".".join(map(str, runs)), newer[0].version, str(newer[0].locate_file("nvidia/cudnn/lib"))] if newer else []
 
 
 def look() -> dict[str, Any]:
@@ -110,16 +127,6 @@ def _driver() -> str | None:
     return match.group(1) if match else None
 
 
-def _driver_cuda() -> str | None:
-    """Return the newest CUDA version that the driver runs."""
-    number = ctypes.c_int()
-    try:
-        failed = ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(number))
-    except (OSError, AttributeError):
-        return None
-    return None if failed else f"{number.value // 1000}.{number.value % 1000 // 10}"
-
-
 _FACTS = {
     "name": lambda torch: torch.cuda.get_device_properties(0).name,
     "count": lambda torch: torch.cuda.device_count(),
@@ -127,7 +134,5 @@ _FACTS = {
     "memory_gib": lambda torch: round(torch.cuda.get_device_properties(0).total_memory / 2**30, 1),
     "free_gib": lambda torch: round(torch.cuda.mem_get_info()[0] / 2**30, 1),
     "driver": lambda torch: _driver(),
-    "driver_cuda": lambda torch: _driver_cuda(),
     "torch_cuda": lambda torch: torch.version.cuda,
-    "cudnn": lambda torch: torch.backends.cudnn.version(),
 }

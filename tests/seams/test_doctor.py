@@ -1,4 +1,5 @@
 import json
+import re
 import subprocess
 import sys
 from importlib.metadata import EntryPoint
@@ -13,6 +14,7 @@ from bridge_cg_plugin.cli.main import main
 from bridge_cg_plugin.switches import PROOF
 from bridge_cg_plugin.upstream.environment import OPTIONS, RELEASE_MEMORY
 from bridge_cg_plugin.upstream.seams import encoders
+from bridge_cg_plugin.upstream.seams.registry import seam
 from bridge_cg_plugin.upstream.seams.registry.bridge import TRAIN
 from bridge_cg_plugin.upstream.seams.seam import NEWEST
 from tests.releases import ROOT
@@ -97,7 +99,7 @@ def test_facts_of_a_gpu(monkeypatch, tmp_path):
     assert found.problems == []
     assert (found.gpu["name"], found.gpu["count"], found.gpu["capability"]) == ("Made up", 2, "9.0")
     assert (found.gpu["memory_gib"], found.gpu["free_gib"], found.gpu["driver"]) == (80.0, 40.0, "580.95.05")
-    assert found.gpu["torch_cuda"] and "driver_cuda" in found.gpu
+    assert found.gpu["torch_cuda"] and "driver" in found.gpu
     assert "Made up" in doctor.render(found)
 
 
@@ -154,14 +156,14 @@ def test_encoders_are_named_those_of_other_packages_too(monkeypatch):
 
 def test_a_fact_that_a_broken_library_keeps_is_named(monkeypatch):
     def broken(*args):
-        raise RuntimeError("cuDNN version incompatibility")
+        raise RuntimeError("no driver")
 
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.get_device_properties", lambda device: SimpleNamespace(name="G", total_memory=1))
-    monkeypatch.setattr("torch.backends.cudnn.version", broken)
+    monkeypatch.setattr("torch.cuda.mem_get_info", broken)
     found = diagnose()
-    assert found.gpu["name"] == "G" and found.gpu["cudnn"] is None
-    assert any("cudnn: RuntimeError: cuDNN version incompatibility" in p.what for p in found.problems)
+    assert found.gpu["name"] == "G" and found.gpu["free_gib"] is None
+    assert any("free_gib: RuntimeError: no driver" in p.what for p in found.problems)
 
 
 def asked(monkeypatch, code, *path, seconds=60):
@@ -198,6 +200,22 @@ def test_a_library_that_does_not_import_is_named(tmp_path, monkeypatch, library,
     found = asked(monkeypatch, TOLD, tmp_path)
     assert any(f"transformer_engine.pytorch does not import: {said}" in what for what in found)
     assert any("sees no NVIDIA GPU" in what for what in found)
+
+
+@pytest.mark.parametrize(("loaded", "is_older"), [((9, 1, 0), True), ((99, 0, 0), False)])
+def test_an_older_cudnn_that_transformer_engine_loads_is_a_problem(tmp_path, monkeypatch, loaded, is_older):
+    """It loads the system's where there is one, and its NEEDED libraries win over those that PyTorch brings."""
+    at = tmp_path
+    for name in seam("engine_cudnn_version").module.split("."):
+        at = at / name
+        at.mkdir()
+        (at / "__init__.py").write_text(f"get_cudnn_version = lambda: {loaded}")
+    monkeypatch.setenv("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
+    found = [what for what in asked(monkeypatch, TOLD, tmp_path) if "cuDNN" in what]
+    right = (
+        r"Transformer Engine runs this system's cuDNN 9.1.0, older than PyTorch's [\d.]+ -> export LD_LIBRARY_PATH=/"
+    )
+    assert len(found) == is_older and all(re.match(right, what) for what in found)
 
 
 @pytest.mark.parametrize(

@@ -199,13 +199,12 @@ def add_arguments(parser: ArgumentParser) -> None:
         "eager2, ... are what the others are compared with",
     )
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the page as Markdown")
-    parser.add_argument("--title", help="title of the page")
 
 
 def run_report(args: Namespace, tell: Tell) -> int:
     """Write what was asked for and print the page by `tell`; returns the exit status."""
     names = [Path(word.rpartition("=")[2] or word).name for word in args.runs]
-    page = make_page(read_runs(args.runs), args.title or ", ".join(names))
+    page = make_page(read_runs(args.runs), ", ".join(names))
     if args.markdown is not None:
         write(args.markdown, to_markdown(page))
     tell(to_json(page) if args.json else to_terminal(page))
