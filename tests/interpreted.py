@@ -3,14 +3,23 @@
 import numpy as np
 import triton.language as tl
 import triton.runtime.interpreter as interpreter
+from triton.language.core import is_builtin
 
 
 def prepare() -> None:
     """Make up for what the interpreter lacks.
 
     It reads loop bounds as new numpy does not accept it, has no inline assembly for the kernels' reciprocal and no
-    functions of CUDA's library, and multiplies the bits of bfloat16.
+    functions of CUDA's library, and multiplies the bits of bfloat16. It remaps the language in each call of a function,
+    which the launch has done.
     """
+    patch_lang = interpreter._patch_lang
+
+    def patch_once(fn):
+        used = [lang for lang in (tl, tl.core) if lang in fn.__globals__.values()]
+        return patch_lang(fn) if any(is_builtin(lang.load) for lang in used) else interpreter._LangPatchScope()
+
+    interpreter._patch_lang = patch_once
     patch_tensor = interpreter._patch_lang_tensor
 
     def patch(tensor, scope):
