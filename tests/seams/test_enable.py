@@ -123,6 +123,17 @@ def test_of_a_language_model_packs_are_what_a_loop_can_have(monkeypatch, capsys,
     assert [record.getMessage() for record in caplog.records if "eager" in record.getMessage()] == [expected] * refused
 
 
+@pytest.mark.parametrize("enabled", [True, False])
+def test_a_model_that_was_built_without_graphs_is_called_as_one_built_with_them(enabled):
+    model, arguments = packs.new_model(cuda_graph_impl="none"), packs.pack((5, 20, 4))
+    if enabled:
+        bridge_cg_plugin.enable(model, cuda_graphs="exact")
+    else:
+        vars(model.config).update(cuda_graph_impl="transformer_engine", cuda_graph_max_packed_seqs=4)
+        assert LOOPS.driver_of(model, 1).graphs
+    assert_equal(packs.losses_and_gradients(model, arguments), packs.losses_and_gradients(packs.new_model(), arguments))
+
+
 @pytest.mark.parametrize("impl", ["full_iteration", "transformer_engine"])
 def test_enable_refuses_graphs_that_bridges_loop_alone_drives(impl):
     model = plain()

@@ -8,6 +8,7 @@ meets them all. A model whose config asks for graphs gets them at its first step
 import atexit
 import functools
 import os
+import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -47,6 +48,7 @@ from .helpers.constructors import checked_options, decoder_helpers, encoder_help
 from .helpers.graph_helper import GraphHelper, active_graphs, drop_graphs
 from .leaving_models import ReturningBuffers, follow, has_left, undisturbed
 
+LAYERS = seam("packed_layers")
 # Schedule calls that run eager before graphs are captured, where the model's config does not say.
 WARMUP_CALLS = 3
 
@@ -70,9 +72,21 @@ def set_options(model: nn.Module | Sequence[nn.Module], config: Any, *options: A
     loop = Written(settings={LOOP_PARTS: _parts_of(model, config)})
     wanted = graph_options(config, loop, *options)
     apply_options(wanted, config)
+    _complete_layers(model)
     steps = collect(*options).facts["cuda_graph_warmup_steps"]
     if steps is not None:
         config.cuda_graph_warmup_steps = steps
+
+
+def _complete_layers(model: nn.Module | Sequence[nn.Module]) -> None:
+    """Give layers that were built while graphs were off the list of megatron-core's own graphs, which is empty.
+
+    Its constructor makes the list by the config of then, and every call of a layer looks into it by the config of now.
+    """
+    graphable = getattr(sys.modules.get(LAYERS.module), LAYERS.target.partition(".")[0], ())
+    for module in (module for chunk in chunks_of(model) for module in chunk.modules()):
+        if isinstance(module, graphable) and module.config.cuda_graph_impl == "transformer_engine":
+            vars(module).setdefault("cuda_graphs", [])
 
 
 def _parts_of(model: nn.Module | Sequence[nn.Module], config: Any) -> tuple[str, ...]:
@@ -135,6 +149,7 @@ class LoopDriver:
                 options = replace(encoder_options(config, found), grows=grows)
                 helpers.append(encoder_helper(chunks, config, found=found, options=options, **around))
         if packed:
+            _complete_layers(chunks)
             with self._else_eager(LANGUAGE_MODEL_PART, decoders, always=rows):
                 packs = replace(self._options, packed=replace(self._options.packed, grows=grows))
                 helpers += decoder_helpers(chunks, config, options=packs, **around)
