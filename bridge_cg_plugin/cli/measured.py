@@ -346,10 +346,10 @@ def _step(
     }
     model += _others(config, held, str)
     own = _others(config, {"train.global_batch_size": (step["samples"],)}, str)
-    own += [] if place[1] in (None, step["gpus"]) else [f"{place[1]} GPUs"]
-    own += _other_gpu(step["gpu"], place[0])
+    own += [*([] if place[1] in (None, step["gpus"]) else [f"{place[1]} GPUs"]), *_other_gpu(step["gpu"], place[0])]
+    apart = abs(math.log((place[1] or step["gpus"]) / step["gpus"]))  # GPUs divide the optimizer's memory
     kinds = step["kind"] != kind_of(config.model), any(field.startswith("peft=") for field in model)
-    alike = (*kinds, _distance(step["layers"], config.model), len(model), len(own))
+    alike = (*kinds, _distance(step["layers"], config.model), len(model), apart, len(own))
     return alike, Nearest(step, (*model, *own))
 
 

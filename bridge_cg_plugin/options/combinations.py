@@ -97,6 +97,11 @@ _language_model = _runs("local", "transformer_engine", "full_iteration")
 _full_iteration, _engine = _runs("full_iteration"), _runs("transformer_engine")
 
 
+def _elsewhere(options: GraphOptions, facts: Facts) -> str:
+    driven = options.language_model.impl in DRIVEN_BY_BRIDGE and not options.packed.enabled
+    return "in a loop other than Bridge's" if driven and facts.loop_parts is not None else ""
+
+
 def padded_rows(options: GraphOptions, facts: Facts) -> str:
     """Return that layers over padded rows of a model that takes images are on graphs; empty where they are not."""
     takes_images = facts.images or (options.vision.enabled and not facts.other_tower)
@@ -240,7 +245,7 @@ ALLOWED: tuple[tuple[Feature, str | Feature, Mapping[str, tuple[str, str]]], ...
     (
         _where(_language_model, _draws_again),
         "Recompute other parts, or set model.attention_dropout and model.hidden_dropout to 0.",
-        {RECOMPUTE: ("null with dropout", _DRAWS)},
+        {RECOMPUTE: ("null, as dropout is not 0,", _DRAWS)},
     ),
     (
         _where(_language_model, lambda options, facts: not options.packed.enabled),
@@ -258,9 +263,9 @@ ALLOWED: tuple[tuple[Feature, str | Feature, Mapping[str, tuple[str, str]]], ...
         },
     ),
     (
-        _where(_runs(*DRIVEN_BY_BRIDGE), lambda o, facts: facts.loop_parts is not None and not o.packed.enabled),
+        _elsewhere,
         f"Set {IMPL}=none, or {MAX_PACKED_SEQS} for packs.",
-        {IMPL: ("none in a loop other than Bridge's, not", "Only Bridge's own loop drives such graphs")},
+        {IMPL: ("none or local", "Only Bridge's own loop drives such graphs")},
     ),
     (
         _where(_runs("local", "transformer_engine"), lambda options, facts: not options.packed.enabled),
@@ -288,7 +293,7 @@ ALLOWED: tuple[tuple[Feature, str | Feature, Mapping[str, tuple[str, str]]], ...
     (
         _where(padded_rows, lambda options, facts: facts["attention_dropout"] or facts["hidden_dropout"]),
         "Set model.attention_dropout and model.hidden_dropout to 0.",
-        {RECOMPUTE: ("null or selective with dropout", _DRAWS)},
+        {RECOMPUTE: ("null or selective, as dropout is not 0,", _DRAWS)},
     ),
     (
         _fixed_addresses,

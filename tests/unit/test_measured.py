@@ -187,7 +187,14 @@ TP2 = {"tensor_model_parallel_size": 2}
         (config(LoRA()), (None, None), "exact", "8b_lora", ()),
         (config(batch=16), (None, 4), "exact", "8b_sft_dp4", ()),
         (config(batch=32, **TP2), (None, None), "exact", "8b_sft_tp2", ("train.global_batch_size=32",)),
-        (config(**TP2), ("h100", 8), "exact", "8b_sft_tp2", ("8 GPUs", "--gpu h100")),
+        # GPUs divide the optimizer's memory: a nearer number of them says more than the same batch.
+        (
+            config(**TP2),
+            ("h100", 8),
+            "exact",
+            "8b_sft_tp2_dp2",
+            ("train.global_batch_size=8", "8 GPUs", "--gpu h100"),
+        ),
         (config(micro=4, **TP2), (None, 2), "exact", "8b_sft_tp2", ("train.micro_batch_size=4",)),
         (config(optimizer="sgd", **TP2), (None, 2), "exact", "8b_sft_tp2", ("optimizer.optimizer=sgd",)),
         (config(sharded=False, **TP2), (None, 2), "exact", "8b_sft_tp2", ("ddp.use_distributed_optimizer=False",)),
