@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 DRIVER = Path("/proc/driver/nvidia/version")
-# What upstream imports beside PyTorch, and a broken installation does not give.
 ENGINE = "transformer_engine.pytorch"
+# What upstream imports beside PyTorch, and a broken installation does not give.
 LIBRARIES = (ENGINE, "triton", "transformers", "omegaconf", "hydra", "megatron.bridge")
 # Packages with the cuDNN that PyTorch's wheels bring.
 CUDNN = ("nvidia-cudnn-cu13", "nvidia-cudnn-cu12")
@@ -70,7 +70,7 @@ def told(started: subprocess.Popen[str], seconds: float) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Print what `look` returns as one line, then each time a library that raises."""
+    """Print what `look` returns as one line, and each fact of `import_libraries`."""
     print(f"\n{_MARK}{json.dumps(look())}", flush=True)
     for fact in import_libraries():
         print(f"\n{_MARK}{json.dumps(fact)}", flush=True)

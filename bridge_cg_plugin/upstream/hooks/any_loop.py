@@ -61,7 +61,8 @@ def graph_config(model: nn.Module | Sequence[nn.Module]) -> Any:
     """
     config = config_of(model)
     if config is None:
-        why = f"{type(chunks_of(model)[0]).__name__} has no config of megatron-core. Pass the model itself."
+        first = next(iter(chunks_of(model)), model)
+        why = f"{type(first).__name__} has no config of megatron-core. Pass the model itself."
         raise OptionError.because("model", f"Cannot enable graphs: {why}")
     give_defaults(EVERY, config)
     return config
