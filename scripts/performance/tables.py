@@ -171,8 +171,9 @@ HEAD = """# Measured results
 `scripts/performance/tables.py` writes this page from the records beside it ([format](format.md)). More:
 [vision encoder](vision.md), [whole steps](steps.md), [several GPUs](parallel.md).
 
-Times are medians in ms, `ratio` is over eager's. `gradients` and `losses` are the largest relative difference from
-eager's. `1x448` is one image of 448 x 448 pixels, `8mix` eight of mixed sizes, `video16` 16 frames of 320 x 320.
+Times are medians in ms, `ratio` is over eager's in the same run. `gradients` and `losses` are the largest relative
+difference from eager's. `1x448` is one image of 448 x 448 pixels, `8mix` eight of mixed sizes, `video16` 16 frames of
+320 x 320.
 """
 
 
