@@ -99,7 +99,7 @@ def test_facts_of_a_gpu(monkeypatch, tmp_path):
     assert found.problems == []
     assert (found.gpu["name"], found.gpu["count"], found.gpu["capability"]) == ("Made up", 2, "9.0")
     assert (found.gpu["memory_gib"], found.gpu["free_gib"], found.gpu["driver"]) == (80.0, 40.0, "580.95.05")
-    assert found.gpu["torch_cuda"] and "driver" in found.gpu
+    assert found.gpu["torch_cuda"]
     assert "Made up" in doctor.render(found)
 
 
