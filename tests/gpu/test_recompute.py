@@ -70,12 +70,12 @@ def test_adapters_drop_once_more_what_they_dropped(tower_module, model, graphs_o
         helper.delete_cuda_graphs()
         return outputs, grads.copy()
 
-    with parity.deterministic(model):
-        (expected, first), (outputs, second) = replayed(None), replayed("full")
-    far = tower_module.largest_relative(second, first)
-    print(f"gradients {far:.1e} from those without recompute")
+    (expected, first), (_, other), (outputs, second) = replayed(None), replayed(None), replayed("full")
+    noise, far = tower_module.relatives(other, first), tower_module.relatives(second, first)
+    said = [f"{which.max():.1e}, median {which.median():.1e}" for which in (far, noise)]
+    print("gradients {} from those without recompute, which repeat to {}".format(*said))
     assert all(map(torch.equal, outputs, expected))
-    assert far <= NOISE_FLOOR
+    assert (far <= (1.5 * noise).clamp(min=NOISE_FLOOR)).all()
 
 
 def test_whole_layers_of_packs_are_recomputed(tower_module):

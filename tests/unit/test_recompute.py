@@ -217,6 +217,19 @@ def test_adapters_drop_once_more_what_they_dropped(executor, recomputed, again):
     assert not torch.equal(plain[0][0], plain[-1][0])
 
 
+def test_gradients_are_dropped_as_values_are():
+    """A factor of 1 / 0.9 rounded to bf16 would make each dropout's gradients 0.16 % too small."""
+    x = torch.randn(64, 64, dtype=torch.bfloat16, requires_grad=True)
+    with recompute._Dropouts() as dropouts:
+        dropouts.watch(torch.default_generator)
+        dropped = torch.nn.functional.dropout(x, 0.1)
+        dropouts.begin_again()
+        again = torch.nn.functional.dropout(x.detach(), 0.1)
+    assert torch.equal(dropped, again) and (dropped == 0).any()
+    (gradient,) = torch.autograd.grad(dropped, x, x.detach())
+    assert torch.equal(gradient, dropped)
+
+
 @pytest.mark.parametrize("module, drawn", [(recompute.TE_ATTENTION, "in vain"), ("elsewhere", "something")])
 def test_only_attention_of_the_engine_asks_in_vain(module, drawn):
     """Transformer Engine's asks for a random state where its dropout is 0, too."""

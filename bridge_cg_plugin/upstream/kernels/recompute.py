@@ -166,6 +166,21 @@ def runs_again() -> bool:
     return _first_runs > 0
 
 
+class _Dropped(torch.autograd.Function):
+    """Drops by a mask, gradients too: PyTorch's own derivative would round the factor to the gradients' dtype."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, mask: Tensor, factor: float) -> Tensor:
+        ctx.save_for_backward(mask)
+        ctx.factor = factor
+        dropped: Tensor = torch.ops.aten.native_dropout_backward(x, mask, factor)
+        return dropped
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return torch.ops.aten.native_dropout_backward(gradient, *ctx.saved_tensors, ctx.factor), None, None
+
+
 class _Dropouts(TorchFunctionMode):
     """Lets later runs of the same work drop what the first one dropped: a graph's backward would draw anew."""
 
@@ -213,7 +228,7 @@ class _Dropouts(TorchFunctionMode):
         if not training or p in (0, 1):
             return functional.dropout(x, p, training, inplace)
         # All runs save the same tensors for autograd, which a checkpoint counts.
-        made: Tensor = torch.ops.aten.native_dropout_backward(x, self._mask(x.detach(), p), 1 / (1 - p))
+        made: Tensor = _Dropped.apply(x, self._mask(x.detach(), p), 1 / (1 - p))
         return x.copy_(made) if inplace else made
 
     def _mask(self, x: Tensor, p: float) -> Tensor:
