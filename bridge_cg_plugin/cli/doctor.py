@@ -183,7 +183,8 @@ def _look_at_torch(found: Diagnosis, started: Popen[str], seconds: float, wants_
         found.add(f"{name} does not import: {said}", _remedy(said))
     if old := facts.get("old_cudnn"):
         what = f"Transformer Engine runs this system's cuDNN {old[0]}, older than PyTorch's {old[1]}"
-        found.add(what, f"export LD_LIBRARY_PATH={old[2]}:$LD_LIBRARY_PATH")
+        # Both: with one alone two versions mix, and it attends without cuDNN.
+        found.add(what, f"export CUDNN_HOME={old[2]} LD_LIBRARY_PATH={old[2]}/lib:$LD_LIBRARY_PATH")
     facts = probe.look() if here else facts
     if not facts:
         return

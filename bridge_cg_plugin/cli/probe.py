@@ -100,7 +100,7 @@ def old_cudnn() -> list[str]:
     loaded = seam("engine_cudnn_version")
     runs = getattr(importlib.import_module(loaded.module), loaded.target)()
     newer = [d for d in installed if tuple(map(int, d.version.split(".")[:3])) > runs]
-    return [".".join(map(str, runs)), newer[0].version, str(newer[0].locate_file("nvidia/cudnn/lib"))] if newer else []
+    return [".".join(map(str, runs)), newer[0].version, str(newer[0].locate_file("nvidia/cudnn"))] if newer else []
 
 
 def look() -> dict[str, Any]:

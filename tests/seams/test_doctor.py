@@ -212,10 +212,9 @@ def test_an_older_cudnn_that_transformer_engine_loads_is_a_problem(tmp_path, mon
         (at / "__init__.py").write_text(f"get_cudnn_version = lambda: {loaded}")
     monkeypatch.setenv("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
     found = [what for what in asked(monkeypatch, TOLD, tmp_path) if "cuDNN" in what]
-    right = (
-        r"Transformer Engine runs this system's cuDNN 9.1.0, older than PyTorch's [\d.]+ -> export LD_LIBRARY_PATH=/"
-    )
-    assert len(found) == is_older and all(re.match(right, what) for what in found)
+    said = r"Transformer Engine runs this system's cuDNN 9.1.0, older than PyTorch's [\d.]+ -> "
+    right = said + r"export CUDNN_HOME=(/.*) LD_LIBRARY_PATH=\1/lib:\$LD_LIBRARY_PATH"
+    assert len(found) == is_older and all(re.fullmatch(right, what) for what in found)
 
 
 @pytest.mark.parametrize(
