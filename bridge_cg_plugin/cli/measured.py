@@ -237,7 +237,8 @@ class Nearest:
             return "not measured: no step of such a model was. bridge-cg compare measures it"
         peak = self.found["peak_gb"] * GIB / GB
         cards = CARDS if gpu is None else {gpu: CARDS[gpu]}
-        fit = [f"{card} ({size} GB) {'yes' if peak <= size else 'no'}" for card, size in cards.items()]
+        saves = next((f" without {field}" for field in self.differs if "offload" in field or "recompute" in field), "")
+        fit = [f"{card} ({size} GB) {'yes' if peak <= size else f'no{saves}'}" for card, size in cards.items()]
         return self._nearest(f"{', '.join(fit)}, by a peak of {peak:.1f} GB on {_gpus(self.found)}")
 
     def faster(self) -> str:

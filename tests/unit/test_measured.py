@@ -235,5 +235,18 @@ def test_a_step_fits_a_gpu_with_more_memory_than_its_peak(peak, eager, gpu):
     assert not said.startswith("not measured")
 
 
+@pytest.mark.parametrize(
+    "fields, saves",
+    [
+        ({"vision_cuda_graph_offload_above_gb": 14.0}, "vision_cuda_graph_offload_above_gb=14.0"),
+        ({}, "model.recompute_granularity=full"),
+    ],
+)
+def test_a_step_that_does_not_fit_may_with_what_saves_memory(fields, saves):
+    made = config(**TP2, **({} if fields else {"recompute_granularity": "full"}))
+    said = nearest(made, options(**fields), None, 2).fits(None)
+    assert f"h100 (80 GB) no without {saves}, h200 (141 GB) yes, " in said
+
+
 def test_where_nothing_runs_on_graphs_nothing_is_near():
     assert nearest(config(), graph_options({}), None, None) is None

@@ -88,11 +88,10 @@ class Answer:
         on = ", ".join(self._on_graphs(line) for line in lines if line.runs == "graphs")
         others = [f"{line.name} {line.runs}: {line.why}" for line in lines if line.runs != "graphs"]
         found = self.nearest if any(line.runs in ("graphs", NOT_KNOWN) for line in lines) else None
-        nothing = "eager's"
         return {
             "on graphs": "; ".join([on or "nothing", *others]),
-            "time a step": nothing if found is None else found.time(),
-            "peak memory": nothing if found is None else found.memory(),
+            "time a step": "eager's" if found is None else found.time(),
+            "peak memory": "eager's" if found is None else found.memory(),
             "fits": "not measured: nothing is on graphs" if found is None else found.fits(self.gpu),
             "would bring most": self._most(lines),
         }
@@ -115,8 +114,7 @@ class Answer:
             return f"the {eager[-1].name} on graphs, which this keeps eager: {eager[-1].why}"
         if rest := [line for line in lines if self._rest(line)]:
             return f"the rest of the {rest[-1].name} on graphs: {self._rest(rest[-1])}"
-        faster = None if self.nearest is None else self.nearest.faster()
-        return faster or "nothing that was measured: all parts are on graphs"
+        return (self.nearest and self.nearest.faster()) or "nothing that was measured: all parts are on graphs"
 
 
 def as_json(answer: Answer) -> dict[str, Any]:
