@@ -15,7 +15,12 @@ from bridge_cg_plugin.upstream.decoder import block
 from bridge_cg_plugin.upstream.encoders import radio
 from bridge_cg_plugin.upstream.kernels import layers
 from bridge_cg_plugin.upstream.kernels.recompute import random_states, usable_random_states
-from bridge_cg_plugin.upstream.kernels.transformer_engine import accumulating, device_lengths, fused_accumulation
+from bridge_cg_plugin.upstream.kernels.transformer_engine import (
+    accumulating,
+    device_lengths,
+    fused_accumulation,
+    warn_of_gradients,
+)
 from bridge_cg_plugin.upstream.seams.registry.engine import TE_ATTENTION_BACKENDS, TE_ATTENTION_UTILS
 from tests.unit.packs import new_qwen
 from tests.unit.toy import toy_batch, toy_region
@@ -123,6 +128,23 @@ def backward(monkeypatch):
         return found["attn_mask_type"], found["cu_seqlens_q"].tolist() if changed else None
 
     return under
+
+
+@pytest.mark.parametrize(
+    "version, width, capability, warned",
+    [
+        ((9, 14, 0), 256, (9, 0), True),
+        ((9, 14, 0), 128, (9, 0), False),
+        ((9, 14, 0), 256, (10, 0), False),
+        ((9, 18, 0), 256, (9, 0), False),
+    ],
+)
+def test_wrong_gradients_of_wide_heads_are_named(monkeypatch, caplog, version, width, capability, warned):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    monkeypatch.setattr(importlib.import_module(TE_ATTENTION_UTILS), "get_cudnn_version", lambda: version)
+    warn_of_gradients(width)
+    assert ("cuDNN 9.14.0, whose gradients of packs are wrong" in caplog.text) == warned == bool(caplog.text)
 
 
 @pytest.mark.parametrize(

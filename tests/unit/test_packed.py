@@ -10,6 +10,7 @@ from bridge_cg_plugin.attention_bounds import pack_buckets
 from bridge_cg_plugin.cli.planner.command import place
 from bridge_cg_plugin.graphs.errors import CaptureError
 from bridge_cg_plugin.language.packed.batch import OFFSETS, pack_batch
+from bridge_cg_plugin.upstream.decoder import block
 from bridge_cg_plugin.upstream.decoder.block import TransformerBlockFamily
 from bridge_cg_plugin.upstream.wrappers import MAX_SEQLENS
 
@@ -137,6 +138,14 @@ def test_angles_of_another_kind_run_eager(model, graphs, change):
     assert graphs.workload.read(**kwargs).refusal is None
     kwargs["rotary_pos_emb"] = change(kwargs["rotary_pos_emb"])
     assert graphs.workload.read(**kwargs).refusal == "call_arguments"
+
+
+def test_the_width_of_heads_is_looked_at(bare, monkeypatch):
+    """Some releases of cuDNN have wrong gradients of wide ones (`seams/test_transformer_engine.py`)."""
+    widths = []
+    monkeypatch.setattr(block, "warn_of_gradients", widths.append)
+    with graphs_on(bare, capture=False):
+        assert widths == [bare.config.kv_channels]
 
 
 def test_without_a_pack_in_warm_up_nothing_is_captured(bare):

@@ -30,7 +30,7 @@ from ...upstream_types import UpstreamModule
 from ..kernels.layers import core_kernels, fused_head_norms
 from ..kernels.recompute import computing_inside, known_activations
 from ..kernels.rotary import fused_rotary
-from ..kernels.transformer_engine import accumulating, fused_accumulation
+from ..kernels.transformer_engine import accumulating, fused_accumulation, warn_of_gradients
 from ..parallel.process_groups import expert_group, expert_shards, shared_group
 from ..seams.contract import PACKED_ROTARY
 from ..seams.own_code import foreign, foreign_function, refuse_own_code
@@ -102,6 +102,8 @@ class TransformerBlockFamily:
         self._forward = decoder.forward
         config = decoder.config
         check_exchange(config)
+        if packs:
+            warn_of_gradients(config.kv_channels)
         self.shards: int = config.tensor_model_parallel_size if config.sequence_parallel else 1
         context = decoder.pg_collection.cp
         self.ranks, self.rank = context.size(), context.rank()

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...announce import warn
 from ...graphs.instance import every_module, has_parameters, modules_where
 from ...graphs.recordings.recording import sum_of
 from ...graphs.recordings.streams import SideStream, current_side_stream
@@ -139,6 +140,9 @@ def _is_on(name: str) -> bool:
 
 BACKWARD, VERSION = seam("attention_backward"), seam("engine_cudnn_version")
 CUDNN_WITH_HOST_COPIES, KEYS = (9, 15, 0), 128
+# From which on a backward over packs writes its workspace first, on Hopper (NVIDIA/TransformerEngine issue 2186). Of
+# 9.14, gradients of heads of 128 were right, of wider ones a fifth off; 9.19's were right.
+CUDNN_WITH_RIGHT_GRADIENTS, SURE = (9, 18, 0), 128
 # Transformer Engine's names of masks -> the one that hides padding as well.
 PADDED = {
     "no_mask": "padding",
@@ -147,13 +151,27 @@ PADDED = {
 }
 
 
+def engine_cudnn() -> tuple[int, ...]:
+    """Return the version of Transformer Engine's cuDNN, which need not be PyTorch's."""
+    version: tuple[int, ...] = getattr(importlib.import_module(VERSION.module), VERSION.target)()
+    return version
+
+
+def warn_of_gradients(width: int) -> None:
+    """Warn where cuDNN's gradients of packs with heads of this width are wrong: graphs repeat what eager computes."""
+    if width <= SURE or not torch.cuda.is_available() or torch.cuda.get_device_capability() != HOPPER:
+        return
+    if (version := engine_cudnn()) < CUDNN_WITH_RIGHT_GRADIENTS:
+        warn(
+            f"Transformer Engine runs cuDNN {'.'.join(map(str, version))}, whose gradients of packs are wrong for "
+            f"heads wider than {SURE}, eager too. Let it run 9.18 or newer: bridge-cg doctor --details"
+        )
+
+
 @contextmanager
 def device_lengths() -> Iterator[None]:
     """Let a recorded backward of unpacked attention mask padding behind full sequences, where cuDNN is that old."""
-    copies = torch.cuda.is_available() and (  # of Transformer Engine's cuDNN, which need not be PyTorch's
-        getattr(importlib.import_module(VERSION.module), VERSION.target)() <= CUDNN_WITH_HOST_COPIES
-    )
-    if not copies:
+    if not torch.cuda.is_available() or engine_cudnn() > CUDNN_WITH_HOST_COPIES:
         yield
         return
     backends = importlib.import_module(BACKWARD.module)

@@ -195,11 +195,15 @@ _EVERY = seams_of(
         kind="value",
     ),
 )
+_CUDNN = seams_of(
+    (F.PACKED, F.FULL_ITERATION, NEMOTRON_OMNI.feature, NEMOTRON_VL.feature),
+    engine_cudnn_version=read(
+        f"{TE_ATTENTION_UTILS}:get_cudnn_version",
+        "up to 9.15.0, a backward of attention copies lengths from the host; before 9.18, of packs, it may be wrong",
+    ),
+)
 _UNPACKED = seams_of(
     (F.FULL_ITERATION, NEMOTRON_OMNI.feature, NEMOTRON_VL.feature),
-    engine_cudnn_version=read(
-        f"{TE_ATTENTION_UTILS}:get_cudnn_version", "up to 9.15.0, a backward of attention copies lengths from the host"
-    ),
     attention_backward=swapped(
         f"{TE_ATTENTION_BACKENDS}:fused_attn_bwd",
         "the device computes lengths that an older cuDNN would read from the host in every replay",
@@ -528,5 +532,5 @@ SEAMS = (
     *(*_PACKED, *_PACKED_ROTARY, *_DECODER, *_BLOCK, *_QWEN3_VL, *_LENGTHS, *_EXPERTS, *_EXPERTS_INSIDE),
     *(*_FP8, *_HYBRIDS),
     *(*_VISION, *_SEGMENTS, *_PARALLEL, *_OFFLOAD, *_HEAD_NORMS, *_EVERY),
-    *_UNPACKED,
+    *(*_CUDNN, *_UNPACKED),
 )
