@@ -11,12 +11,7 @@ from typing import Any
 from bridge_cg_plugin.upstream.seams.patches import bridge_release
 from bridge_cg_plugin.upstream.seams.registry import SEAMS
 from bridge_cg_plugin.upstream.seams.seam import is_known, too_old
-from bridge_cg_plugin.upstream.seams.source_reader import (
-    ReadModule,
-    SourceReader,
-    from_folders,
-    installed,
-)
+from bridge_cg_plugin.upstream.seams.source_reader import ReadModule, SourceReader, from_folders, installed
 from bridge_cg_plugin.upstream.seams.states import compare, feature_states, lost_features, lost_with
 
 from .answers import AnswerError

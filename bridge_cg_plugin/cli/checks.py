@@ -134,11 +134,7 @@ def check_start(config: Any, mode: str, gpus: int | None, dry: bool = False) -> 
 
 
 def check_bridge(
-    recipe: str,
-    config: Any,
-    options: GraphOptions,
-    gpus: int | None,
-    ready: Callable[[Any], None] = lambda tried: None,
+    recipe: str, config: Any, options: GraphOptions, gpus: int | None, ready: Callable[[Any], None] = lambda tried: None
 ) -> None:
     """Refuse what Bridge, or the plugin in it, refuses before it builds a model.
 

@@ -12,12 +12,7 @@ from typing import Any
 import bridge_cg_plugin
 from bridge_cg_plugin import plugin
 from bridge_cg_plugin.switches import ALLOWED, EXPERT_BOUNDS, PROOF, switched_on
-from bridge_cg_plugin.upstream.environment import (
-    OPTIONS,
-    RELEASE_MEMORY,
-    check_process,
-    memory_may_leave,
-)
+from bridge_cg_plugin.upstream.environment import OPTIONS, RELEASE_MEMORY, check_process, memory_may_leave
 
 from . import probe
 from .answers import wrapped

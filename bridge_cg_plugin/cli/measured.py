@@ -21,7 +21,7 @@ from bridge_cg_plugin.options.vision import PROVIDER_FIELDS
 from .explain.models import encoder_of
 
 FILE = Path(__file__).with_name("measured.json")
-# The encoder of all measured steps.
+# The encoder of measured steps that name no other.
 TOWER = "Qwen3-VL encoder of 27 layers of 1152"
 # GB of memory that a GPU has.
 CARDS = {"h100": 80, "h200": 141, "b200": 180}
@@ -39,12 +39,7 @@ ALONE = {
 _TRAINED = {"freeze_vision_model": (False,), "freeze_language_model": (False,), "recompute_granularity": ()}
 _BF16 = dict.fromkeys(("fp32", "fp16", "fp8", "fp4"), (False, ""))
 _KEPT: Mapping[str, Sequence[Any]] = {"offload": (), "recompute": (), "offload_above_gb": ()}
-# Fields of layers that no record is of.
-_OTHERS = {
-    "multi-latent attention": ("multi_latent_attention",),
-    "linear attention": ("experimental_attention_variant", "linear_attention_freq"),
-    "multi-token prediction": ("mtp_num_layers",),
-}
+DELTA_NET, PREDICTION = "gated-delta-net", "multi-token-prediction"
 
 
 class NotMeasured(ValueError):
@@ -107,22 +102,33 @@ def layers_of(model: Any) -> str:
     Raises:
         NotMeasured: They are not known, or of a kind that no record is of.
     """
-    for what, fields in _OTHERS.items():
-        values = (getattr(model, name, None) for name in fields)
-        if any(isinstance(value, (bool, int, str, list)) and value for value in values):
-            raise NotMeasured(what)
+    if getattr(model, "multi_latent_attention", None) is True:
+        raise NotMeasured("multi-latent attention")
     pattern, experts = _pattern(model), _size(model, "num_moe_experts") or 0
     frequency = getattr(model, "moe_layer_freq", 1)
     every = frequency == 1 or (isinstance(frequency, Sequence) and {*frequency} == {1})
     if not pattern and experts > 1 and not every:
         raise NotMeasured("layers with and without experts")
-    if not pattern:
-        pattern = ("*E" if experts > 1 else "*-") * _known(model, "num_layers")
     if unknown := set(pattern) - set("M*-E|"):
         raise NotMeasured(f"layers {', '.join(sorted(unknown))} of hybrid_layer_pattern")
-    names = {"*": "attention", "-": "MLP", "E": f"{experts}-expert", "M": "Mamba"}
+    if not pattern:
+        ends = "E" if experts > 1 else "-"
+        pattern = "".join(f"{'G' if linear else '*'}{ends}" for linear in _linear(model))
+    pattern += "T" * (_size(model, "mtp_num_layers") or 0)
+    names = {"*": "attention", "G": DELTA_NET, "-": "MLP", "E": f"{experts}-expert", "M": "Mamba", "T": PREDICTION}
     counts = ", ".join(f"{pattern.count(letter)} {name}" for letter, name in names.items() if letter in pattern)
     return f"{counts} layers of {_known(model, 'hidden_size')}"
+
+
+def _linear(model: Any) -> Sequence[bool]:
+    """Return for each layer whether it attends linearly."""
+    variant, every = getattr(model, "experimental_attention_variant", None), getattr(model, "linear_attention_freq", 1)
+    layers = _known(model, "num_layers")
+    if not isinstance(variant, str):
+        return [False] * layers
+    if variant != "gated_delta_net" or not isinstance(every, int | list):
+        raise NotMeasured("linear attention")
+    return every if isinstance(every, list) else [i % every > 0 for i in range(1, layers + 1)]
 
 
 def _size(model: Any, name: str) -> int | None:
@@ -298,7 +304,8 @@ def nearest(config: Any, options: GraphOptions, gpu: str | None, gpus: int | Non
         gpus: How many there are; None is not known.
     """
     try:
-        layers, unlike = layers_of(config.model), []
+        layers = layers_of(config.model)
+        unlike = [layers] if DELTA_NET in layers or PREDICTION in layers else []  # no packs are of such
     except NotMeasured as why:
         layers, unlike = "", [str(why)]
     if options.vision.enabled:
@@ -318,15 +325,11 @@ def nearest(config: Any, options: GraphOptions, gpu: str | None, gpus: int | Non
 
 
 def _step(
-    step: Mapping[str, Any],
-    config: Any,
-    options: GraphOptions,
-    layers: str,
-    place: tuple[str | None, int | None],
+    step: Mapping[str, Any], config: Any, options: GraphOptions, layers: str, place: tuple[str | None, int | None]
 ) -> tuple[tuple[Any, ...], Nearest]:
     """Return a step with what it differs in, and how much that is."""
     encoder, model = encoder_of(config.model), []
-    model += [] if encoder == TOWER else [str(encoder)]
+    model += [] if encoder == step.get("encoder", TOWER) else [str(encoder)]
     model += [] if step["layers"] == layers else [layers or "its language model's layers"]
     model += [] if step["impl"] == options.language_model.impl else [f"{IMPL}={options.language_model.impl}"]
     model += differences(config, step["ranks"], step["adapter"])

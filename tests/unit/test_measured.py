@@ -149,6 +149,26 @@ def test_the_nearest_packs_are_of_the_kind_and_width_of_the_layers(fields, of):
     assert nearest(text_model(**fields), packs(), None, None).found["of"] == of
 
 
+DELTA_NETS = {"num_layers": 8, "hidden_size": 1024, "experimental_attention_variant": "gated_delta_net"}
+
+
+@pytest.mark.parametrize(
+    ("fields", "layers"),
+    [
+        ({"linear_attention_freq": 4}, "2 attention, 6 gated-delta-net, 8 MLP"),
+        ({"linear_attention_freq": [1, 0] * 4, "num_moe_experts": 16}, "4 attention, 4 gated-delta-net, 8 16-expert"),
+        (
+            {"linear_attention_freq": 8, "mtp_num_layers": 1},
+            "1 attention, 7 gated-delta-net, 8 MLP, 1 multi-token-prediction",
+        ),
+    ],
+)
+def test_layers_that_no_packs_are_of_are_told(fields, layers):
+    made = text_model(**DELTA_NETS, **fields)
+    assert layers_of(made.model) == f"{layers} layers of 1024"
+    assert nearest(made, packs(), None, None).time().startswith(f"not measured with {layers} layers of 1024. Nearest: ")
+
+
 def test_no_packs_are_near_a_model_that_has_no_language_model():
     assert nearest(text_model(num_layers=None, _stands_in=True), packs(), None, None).found == {}
 
@@ -168,6 +188,7 @@ def test_a_model_of_unknown_sizes_has_a_step_of_its_kind(experts, case):
     ("fields", "said"),
     [
         ({"multi_latent_attention": True}, "multi-latent attention"),
+        ({"experimental_attention_variant": "dsa"}, "linear attention"),
         ({"hybrid_layer_pattern": "MG*"}, "layers G of hybrid_layer_pattern"),
         ({"num_moe_experts": 8, "moe_layer_freq": 2}, "layers with and without experts"),
     ],

@@ -27,6 +27,7 @@ SIZES: Mapping[str, tuple[int, int, int]] = {
     r"Qwen/Qwen3(-VL)?-8B": (36, 4096, 32),
     r"Qwen/Qwen3-14B": (40, 5120, 40),
     r"Qwen/Qwen3(-VL)?-32B": (64, 5120, 64),
+    r"Qwen/Qwen3\.5-9B": (32, 4096, 16),
     r"meta-llama/(Meta-)?Llama-3(\.1)?-8B": (32, 4096, 32),
     r"meta-llama/(Meta-)?Llama-3(\.1)?-70B": (80, 8192, 64),
     r"meta-llama/Llama-3\.2-1B": (16, 2048, 32),

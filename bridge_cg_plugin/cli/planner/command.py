@@ -16,15 +16,7 @@ from bridge_cg_plugin.graphs.fallback import Fallback
 
 from ..answers import AnswerError, Tell, table
 from ..checks import at_least_one
-from .documents import (
-    Documents,
-    Pack,
-    first_fit_shuffle,
-    in_batch,
-    padded_documents,
-    padded_packs,
-    read_documents,
-)
+from .documents import Documents, Pack, first_fit_shuffle, in_batch, padded_documents, padded_packs, read_documents
 
 
 @dataclass(frozen=True, slots=True)
