@@ -126,7 +126,7 @@ def _linear(model: Any) -> Sequence[bool]:
     layers = _known(model, "num_layers")
     if not isinstance(variant, str):
         return [False] * layers
-    if variant != "gated_delta_net" or not isinstance(every, int | list):
+    if variant != "gated_delta_net" or not isinstance(every, int | list) or not every:
         raise NotMeasured("linear attention")
     return every if isinstance(every, list) else [i % every > 0 for i in range(1, layers + 1)]
 

@@ -189,6 +189,7 @@ def test_a_model_of_unknown_sizes_has_a_step_of_its_kind(experts, case):
     [
         ({"multi_latent_attention": True}, "multi-latent attention"),
         ({"experimental_attention_variant": "dsa"}, "linear attention"),
+        ({"experimental_attention_variant": "gated_delta_net", "linear_attention_freq": 0}, "linear attention"),
         ({"hybrid_layer_pattern": "MG*"}, "layers G of hybrid_layer_pattern"),
         ({"num_moe_experts": 8, "moe_layer_freq": 2}, "layers with and without experts"),
     ],
