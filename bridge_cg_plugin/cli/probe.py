@@ -94,11 +94,9 @@ def import_libraries() -> Iterator[dict[str, Any]]:
 
 def old_cudnn() -> list[str]:
     """Return which cuDNN Transformer Engine has loaded, and version and folder of PyTorch's own if that is newer."""
-    from bridge_cg_plugin.upstream.seams.registry import seam
+    from bridge_cg_plugin.upstream.kernels.transformer_engine import engine_cudnn
 
-    installed = [d for d in distributions() if d.metadata["Name"] in CUDNN]
-    loaded = seam("engine_cudnn_version")
-    runs = getattr(importlib.import_module(loaded.module), loaded.target)()
+    installed, runs = [d for d in distributions() if d.metadata["Name"] in CUDNN], engine_cudnn()
     newer = [d for d in installed if tuple(map(int, d.version.split(".")[:3])) > runs]
     return [".".join(map(str, runs)), newer[0].version, str(newer[0].locate_file("nvidia/cudnn"))] if newer else []
 

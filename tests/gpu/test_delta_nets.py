@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import bridge_cg_plugin
+from bridge_cg_plugin.upstream.kernels.transformer_engine import CUDNN_WITH_RIGHT_GRADIENTS, engine_cudnn
 from tests.models import language_model as lm
 from tests.models import packed_parity as parity
 from tests.models.tilings import delta_net_kernels, few_tilings
@@ -24,17 +25,7 @@ SHAPE = lm.Shape(layers=4, hidden=1024, heads=8, ffn=3072, attending=4)
 CONVOLUTION = "conv1d.weight"
 # A sum in another order is at most the neighbouring value of bf16 in a few elements.
 ROUNDED = 2**-8
-# On Hopper cuDNN 9.14's backward of packed heads above 128 reads memory that nobody wrote, and 9.19's does not. Mended
-# in 9.18 is what NVIDIA/TransformerEngine issue 2186 says of such a fault.
-RIGHT_WIDE_HEADS = (9, 18, 0)
 ROWS, LENGTH = 1, 2048  # a GPT model has the same angles for all rows, which graphs do not take
-
-
-def cudnn_of_engine():
-    """Return the version of the cuDNN that Transformer Engine runs; PyTorch may have another."""
-    from transformer_engine.pytorch.utils import get_cudnn_version
-
-    return get_cudnn_version()
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -135,7 +126,10 @@ def test_qwens_language_model(tower_module):
             assert_eagers(trained, graphs, pack, str(pack.lengths))
 
 
-@pytest.mark.skipif(cudnn_of_engine() < RIGHT_WIDE_HEADS, reason="this cuDNN's gradients of such heads are wrong")
+RIGHT = engine_cudnn() >= CUDNN_WITH_RIGHT_GRADIENTS
+
+
+@pytest.mark.skipif(not RIGHT, reason="this cuDNN's gradients of such heads are wrong")
 def test_heads_as_wide_as_qwens(tower_module):
     trained = Trained(lm.build_model(lm.Shape(layers=4, hidden=1024, heads=8, head_width=256, ffn=3072, attending=4)))
     with graphs_on(trained.model, lm.make_pack((500, 200))) as graphs:

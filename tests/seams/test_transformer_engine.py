@@ -10,6 +10,7 @@ import torch
 from megatron.core.tensor_parallel import random
 from torch import nn
 
+from bridge_cg_plugin.announce import SAID
 from bridge_cg_plugin.graphs.errors import CaptureError
 from bridge_cg_plugin.upstream.decoder import block
 from bridge_cg_plugin.upstream.encoders import radio
@@ -143,6 +144,7 @@ def test_wrong_gradients_of_wide_heads_are_named(monkeypatch, caplog, version, w
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     monkeypatch.setattr(importlib.import_module(TE_ATTENTION_UTILS), "get_cudnn_version", lambda: version)
+    SAID.clear()
     warn_of_gradients(width)
     assert ("cuDNN 9.14.0, whose gradients of packs are wrong" in caplog.text) == warned == bool(caplog.text)
 

@@ -18,6 +18,7 @@ from typing import Any
 from torch import nn
 
 from ...announce import Told, announce, warn, warn_once
+from ...graphs.instance import every_module
 from ...graphs.manager import GraphManager
 from ...options import GraphOptions, LanguageModelGraphOptions, OptionError, graph_options
 from ...options.combinations import DRIVEN_BY_BRIDGE, padded_rows
@@ -85,7 +86,7 @@ def _complete_layers(model: nn.Module | Sequence[nn.Module]) -> None:
     Its constructor makes the list by the config of then, and every call of a layer looks into it by the config of now.
     """
     graphable = getattr(sys.modules.get(LAYERS.module), LAYERS.target.partition(".")[0], ())
-    for module in (module for chunk in chunks_of(model) for module in chunk.modules()):
+    for module in every_module(chunks_of(model)):
         if isinstance(module, graphable) and module.config.cuda_graph_impl == "transformer_engine":
             vars(module).setdefault("cuda_graphs", [])
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...announce import warn
+from ...announce import warn_once
 from ...graphs.instance import every_module, has_parameters, modules_where
 from ...graphs.recordings.recording import sum_of
 from ...graphs.recordings.streams import SideStream, current_side_stream
@@ -158,11 +158,11 @@ def engine_cudnn() -> tuple[int, ...]:
 
 
 def warn_of_gradients(width: int) -> None:
-    """Warn where cuDNN's gradients of packs with heads of this width are wrong: graphs repeat what eager computes."""
+    """Warn once where cuDNN's gradients of packs with heads of this width are wrong; graphs do as eager does."""
     if width <= SURE or not torch.cuda.is_available() or torch.cuda.get_device_capability() != HOPPER:
         return
     if (version := engine_cudnn()) < CUDNN_WITH_RIGHT_GRADIENTS:
-        warn(
+        warn_once(
             f"Transformer Engine runs cuDNN {'.'.join(map(str, version))}, whose gradients of packs are wrong for "
             f"heads wider than {SURE}, eager too. Let it run 9.18 or newer: bridge-cg doctor --details"
         )
