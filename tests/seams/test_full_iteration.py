@@ -9,6 +9,7 @@ from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from torch import nn
 
 import bridge_cg_plugin
+from bridge_cg_plugin.language.packed import batch as batch_module
 from bridge_cg_plugin.language.packed import workload as workload_module
 from bridge_cg_plugin.upstream.hooks.any_loop import LOOPS
 from bridge_cg_plugin.upstream.hooks.helpers.graph_helper import active_graphs
@@ -125,6 +126,16 @@ def test_a_shape_that_comes_later_gets_graphs_of_its_own():
     assert_steps_equal(eager, graphs, steps[2:], TWO_SEQUENCES)
     assert_steps_equal(eager, graphs, [[double_batch(9), sample(ONE, 7)]], TWO_SEQUENCES, training=False)
     assert counts() == (11, 2, {"not_captured_yet": 1})
+
+
+def test_each_length_that_sequences_are_padded_to_gets_graphs(monkeypatch):
+    monkeypatch.setattr(batch_module, "ROW_UNIT", 16)
+    eager, graphs = pair()
+    assert_steps_equal(eager, graphs, [samples(MIX, step) for step in range(2)])
+    poison()
+    assert_steps_equal(eager, graphs, [samples(MIX, step) for step in range(2, 5)])
+    assert counts() == (16, 0, {})
+    assert {bucket.limits for bucket in layers()._regions[0].buckets} == {(1, 16), (1, 32), (1, 48)}
 
 
 def test_as_many_shapes_are_captured_as_may_be(monkeypatch):

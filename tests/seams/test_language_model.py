@@ -86,32 +86,40 @@ def batch(length):
 
 
 @pytest.mark.parametrize(
-    "impl, packs, expected", [("transformer_engine", None, SEQUENCE), ("transformer_engine", 4, 20), ("none", None, 20)]
+    "impl, packs, longest, expected",
+    [
+        ("transformer_engine", None, SEQUENCE, SEQUENCE),
+        ("transformer_engine", None, 512, 512),
+        ("transformer_engine", 4, SEQUENCE, 20),
+        ("none", None, SEQUENCE, 20),
+        ("full_iteration", None, SEQUENCE, SEQUENCE),
+        ("full_iteration", None, 512, 128),
+    ],
 )
-def test_sequences_are_padded_where_graphs_replay_one_length(active, impl, packs, expected):
+def test_sequences_are_padded_where_graphs_replay_some_lengths(active, impl, packs, longest, expected):
     padding = language_model._at_fixed_length(lambda iterator, cfg, **_: batch(20))
-    model = SimpleNamespace(cuda_graph_impl=impl, seq_length=SEQUENCE, cuda_graph_max_packed_seqs=packs)
+    model = SimpleNamespace(cuda_graph_impl=impl, seq_length=longest, cuda_graph_max_packed_seqs=packs)
     config = SimpleNamespace(model=model)
     tokens, labels, loss_mask, _, _, images = padding(None, config, is_first_pp_stage=True)
     assert tokens.shape == labels.shape == loss_mask.shape == (2, expected)
-    if expected == SEQUENCE:
+    if expected > 20:
         assert tokens[:, 20:].eq(0).all() and labels[:, 20:].eq(-100).all() and loss_mask[:, 20:].eq(0).all()
     assert tokens[:, :20].eq(1).all() and images == {"pixel_values": 1}
 
 
 def test_a_sequence_above_the_length_is_refused(active):
     with pytest.raises(OptionError, match=r"model\.seq_length=16: it must be at least 20"):
-        language_model.padded(batch(20), 16)
+        language_model.padded(batch(20), (8, 16))
 
 
 def test_padded_tokens_stay_known_on_the_host(active):
     host, others = torch.arange(40).view(2, 20), batch(20)[1:]
     tokens = host.to("meta")
     TOKENS.remember(tokens, host)
-    padded = language_model.padded((tokens, *others), SEQUENCE)[0]
+    padded = language_model.padded((tokens, *others), (SEQUENCE,))[0]
     assert padded.device.type == "meta"
-    assert TOKENS.known(padded).equal(language_model.padded((host, *others), SEQUENCE)[0])
-    unknown = language_model.padded((host.to("meta"), *others), SEQUENCE)[0]
+    assert TOKENS.known(padded).equal(language_model.padded((host, *others), (SEQUENCE,))[0])
+    unknown = language_model.padded((host.to("meta"), *others), (SEQUENCE,))[0]
     assert TOKENS.known(unknown) is None
 
 

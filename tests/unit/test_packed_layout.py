@@ -13,11 +13,14 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from bridge_cg_plugin.graphs.host_copies import HostCopies
 from bridge_cg_plugin.graphs.rows import copies, fill_segments, write_each, write_offsets, write_rows
 from bridge_cg_plugin.language.packed.batch import (
+    MOST_SHAPES,
     OFFSETS,
     PADDED_OFFSETS,
+    ROW_UNIT,
     PackedBatchError,
     document_indices,
     pack_batch,
+    row_lengths,
     spread,
     token_angles,
 )
@@ -52,6 +55,15 @@ def test_offsets_are_the_batchs_then_documents_of_no_tokens_or_one_to_the_end(le
     buffer = torch.full((len(offsets) + room,), -7, dtype=torch.int32)
     write_offsets(buffer, offsets, *[] if padding is None else [end])
     assert buffer.tolist() == offsets.tolist() + [end] * room
+
+
+@given(st.integers(1, 300_000), st.floats(0, 1))
+def test_rows_are_padded_by_at_most_half_to_a_few_lengths(longest, part):
+    lengths, row = row_lengths(longest), max(1, round(longest * part))
+    assert len(lengths) <= MOST_SHAPES and list(lengths) == sorted({*lengths}) and lengths[-1] == longest
+    padded = next(each for each in lengths if each >= row)
+    assert padded == lengths[0] or padded < 1.5 * row + ROW_UNIT
+    assert all(each % ROW_UNIT == 0 for each in lengths[:-1])
 
 
 @given(st.integers(1, 60), st.integers(1, 60), st.integers(1, 9))

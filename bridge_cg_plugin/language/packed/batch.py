@@ -1,5 +1,6 @@
 """One microbatch of a decoder's layers: packed documents, checked before anything touches them, or padded rows."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -9,8 +10,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ...graphs.buckets import Bucket
+from ...graphs.buckets import Bucket, round_up
 
+# Shapes of padded rows that are recorded: where every microbatch has one of its own, captures would never end.
+MOST_SHAPES = 8
+# Lengths of padded rows are multiples of it, as Bridge's own padding of samples makes them.
+ROW_UNIT = 128
 OFFSETS = ("cu_seqlens_q", "cu_seqlens_kv")
 PADDED_OFFSETS = ("cu_seqlens_q_padded", "cu_seqlens_kv_padded")
 
@@ -162,6 +167,17 @@ def row_batch(hidden: Tensor, angles: Tensor | None, shards: int) -> PackedBatch
     """Return a microbatch of padded rows; arguments as for `pack_batch`."""
     lengths = (hidden.shape[0] * shards,) * hidden.shape[1]
     return PackedBatch(hidden, angles, {}, lengths, sum(lengths))
+
+
+def row_lengths(longest: int) -> tuple[int, ...]:
+    """Return the lengths that rows are padded to, ascending: by less than half of their own where they are long.
+
+    Args:
+        longest: Tokens of the longest row that may come.
+    """
+    halves = [longest / 2**place for place in range(MOST_SHAPES // 2)]
+    found = {round_up(math.ceil(each), ROW_UNIT) for half in halves for each in (half, half * 3 / 4)}
+    return (*sorted(each for each in found if each < longest), longest)
 
 
 def check_offsets(

@@ -26,6 +26,7 @@ from ...graphs.replays.slot import SharedInputs
 from ...offload.offloading import offloading_of
 from ...options import PACKED_FIELDS, OptionError, PackedOptions
 from .batch import (
+    MOST_SHAPES,
     OFFSETS,
     PADDED_OFFSETS,
     JointShape,
@@ -34,9 +35,6 @@ from .batch import (
     real_rows,
 )
 from .program import SHARED, DecoderPart, PackedProgram, PackLayout
-
-# Where every microbatch has a shape of its own, captures would never end.
-MOST_SHAPES = 8
 
 
 def most_documents(shapes: Iterable[PackShape | JointShape]) -> int:

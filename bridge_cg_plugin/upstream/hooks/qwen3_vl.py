@@ -6,7 +6,7 @@
   tensor-parallel ranks is put between the encoder and the slice, outside all graphs.
 * Rotation: Transformer Engine replays the arguments it captured and drops others without a word. megatron-core captures
   `rotary_pos_emb` for position embedding "rope" only, so layers with "mrope" would be captured without rotation.
-* Length: graphs replay one, and Bridge's step pads to it under pipeline and expert parallelism only.
+* Length: graphs replay one or a few, and Bridge's step pads to one under pipeline and expert parallelism only.
 * Varying lengths: upstream refuses models of loops that say so, as verl does, beside any graphs of the language model.
   Packed graphs take packs of any length.
 * Virtual stages: Qwen3-VL's providers do not pass theirs to the model, without which megatron-core numbers no layers:
@@ -15,13 +15,14 @@
 
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ...language.packed.batch import row_lengths
 from ...options import OptionError
 from ...options.combinations import DRIVEN_BY_BRIDGE
 from ...options.declaration import is_unset, parse_flag
@@ -113,33 +114,42 @@ def _at_fixed_length(old: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple
     @functools.wraps(old)
     def get_batch(data_iterator: Any, cfg: Any, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         batch = old(data_iterator, cfg, *args, **kwargs)
-        replays = getattr(cfg.model, IMPL, "none") in DRIVEN_BY_BRIDGE and not asks_for_packed_graphs(cfg.model)
-        return padded(batch, cfg.model.seq_length) if replays else batch
+        impl = getattr(cfg.model, IMPL, "none")
+        if impl not in DRIVEN_BY_BRIDGE or asks_for_packed_graphs(cfg.model):
+            return batch
+        length = cfg.model.seq_length
+        # Upstream's graphs replay one length; layers that are one region have a recording for each.
+        return padded(batch, row_lengths(length) if impl == "full_iteration" else (length,))
 
     return get_batch
 
 
-def padded(batch: tuple[Any, ...], length: int) -> tuple[Any, ...]:
-    """Return what Bridge's Qwen3-VL step calls a batch with every sequence padded to `length` tokens.
+def padded(batch: tuple[Any, ...], lengths: Sequence[int]) -> tuple[Any, ...]:
+    """Return what Bridge's Qwen3-VL step calls a batch with every sequence padded to one length.
+
+    Args:
+        batch: The batch.
+        lengths: In tokens, ascending: it gets the first that it fits.
 
     Raises:
         OptionError: A sequence is longer.
     """
     tokens, labels, loss_mask, attention_mask, position_ids, *rest = batch
-    longest = length if tokens is None else tokens.shape[1]  # stages between the first and the last may get nothing
-    if longest == length:
+    if tokens is None or tokens.shape[1] in lengths:  # stages between the first and the last may get nothing
         return batch
-    if longest > length:
+    longest = tokens.shape[1]
+    length = next((each for each in lengths if each > longest), None)
+    if length is None:
         raise OptionError(
             "model.seq_length",
-            length,
+            lengths[-1],
             f"at least {longest}, the tokens of this microbatch, with language-model graphs",
             "Raise it or shorten the samples.",
         )
     step = sys.modules[STEP]
     flat = functools.partial(step.pad_or_truncate_2d_to_len, target_len=length, max_cap=length)
     longer = flat(tokens, pad_value=0)
-    host = None if tokens is None else TOKENS.known(tokens)
+    host = TOKENS.known(tokens)
     if host is not None:
         TOKENS.remember(longer, flat(host, pad_value=0))
     return (

@@ -273,7 +273,7 @@ _LENGTH = seams_of(
     (F.LANGUAGE_MODEL, F.FULL_ITERATION),
     QWEN3_VL,
     language_model_length=patched(
-        f"{STEP}:get_batch(data_iterator, cfg)", "sequences have the one length that language-model graphs replay"
+        f"{STEP}:get_batch(data_iterator, cfg)", "sequences have a length that language-model graphs replay"
     ),
     **{
         f"language_model_length.{name}": called(
