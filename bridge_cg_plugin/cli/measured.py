@@ -190,10 +190,12 @@ class Nearest:
         found: A step as `measured.json` has it, or microbatches of a part; these without their rows where they are of
             other data or layers. Empty for a model that has no language model.
         differs: What of the configuration was not measured, each as it is written.
+        same_layers: Whether a step is of the configuration's language model; others' memory says nothing of its own.
     """
 
     found: Mapping[str, Any]
     differs: tuple[str, ...] = ()
+    same_layers: bool = True
 
     @property
     def whole(self) -> bool:
@@ -226,7 +228,7 @@ class Nearest:
 
     def memory(self) -> str:
         """Return the peak memory of a rank in words."""
-        if not self.whole:
+        if not (self.whole and self.same_layers):
             peaks = [step["peak_gb"] / step["eager_peak_gb"] for step in records()["steps"]]
             steps = f". Steps that were measured took {_range(peaks, '.2f')} of eager's" if self.alike else ""
             return f"not measured{steps}"
@@ -239,7 +241,7 @@ class Nearest:
         Args:
             gpu: A key of `CARDS`; None are all.
         """
-        if not self.whole:
+        if not (self.whole and self.same_layers):
             return "not measured: no step of such a model was. bridge-cg compare measures it"
         peak = self.found["peak_gb"] * GIB / GB
         cards = CARDS if gpu is None else {gpu: CARDS[gpu]}
@@ -354,7 +356,7 @@ def _step(
     apart = abs(math.log((place[1] or step["gpus"]) / step["gpus"]))  # GPUs divide the optimizer's memory
     kinds = step["kind"] != kind_of(config.model), any(field.startswith("peft=") for field in model)
     alike = (*kinds, _distance(step["layers"], config.model), len(model), apart, len(own))
-    return alike, Nearest(step, (*model, *own))
+    return alike, Nearest(step, (*model, *own), step["layers"] == layers)
 
 
 def _other_gpu(measured: str, gpu: str | None) -> list[str]:

@@ -45,8 +45,11 @@ def test_five_lines_answer_what_a_user_asks(capsys, mixture, columns, monkeypatc
     assert columns - 20 < max(map(len, lines)) <= columns
     text = " ".join(out.split())
     assert "on graphs: vision encoder, language model" in text and "Nearest: 509 ms on graphs, 1174 ms eager" in text
-    assert "fits: not measured. Nearest, 30b_a3b_8_layers_ep2: h100 (80 GB) no, by a peak of 86.8 GB" in text
-    assert "h200" not in text.partition("fits:")[2]
+    assert "peak memory: not measured. Steps that were measured took " in text
+    assert "fits: not measured: no step of such a model was" in text  # of 48 layers: of 8 one was
+    measured = " ".join(explain(capsys, mixture, "--gpu", "H100", "model.num_layers=8")[1].split())
+    assert "fits: not measured. Nearest, 30b_a3b_8_layers_ep2: h100 (80 GB) no, by a peak of 86.8 GB" in measured
+    assert "h200" not in measured.partition("fits:")[2]
     details = explain(capsys, mixture, "--details", "--graphs", "H200")[1]
     assert "options: " in details and "not measured here: 48 attention, 48 128-expert layers of 2048" in details
 
