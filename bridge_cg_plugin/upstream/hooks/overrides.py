@@ -17,7 +17,8 @@ from ...options.declaration import is_unset, refuse_gone
 from ...options.flags import clear_flags, given_flags, take_flags
 from ...options.graph_options import SETTING, asks_for_vision_graphs
 from ...options.language_model import IMPL, SCOPE
-from ...options.normalization import TRACKERS, refuse_other_trackers, settle
+from ...options.normalization import TRACKERS, refuse_other_trackers
+from ...options.precedence import settle
 from ...options.sources import FIELDS, SETTINGS, Written, collect, fields_of
 from ..seams.patches import Patch
 from ..seams.registry import seam
