@@ -185,7 +185,7 @@ class Fallback(StrEnum):
     OTHER_SHAPES = (
         "other_shapes",
         "`full_iteration`: the microbatch has another shape than the eight that are captured at most",
-        "use one micro batch size and one sequence length",
+        "use one micro batch size",
     )
     OTHER_LAYOUT = (
         "other_layout",
