@@ -31,8 +31,7 @@ from ...options.language_model import IMPL
 from ...options.normalization import ALLREDUCE
 from ..seams.patches import Patch, arguments_of
 from ..seams.registry import seam
-from ..seams.registry.bridge import DROPS_STAGE, MODEL_OF_PROVIDER
-from ..seams.registry.engine import STEP
+from ..seams.registry.bridge import DROPS_STAGE, MODEL_OF_PROVIDER, QWEN3_VL_STEP
 from ..seams.seam import Seam
 from ..wrappers import overridden
 from .batches import TOKENS
@@ -146,7 +145,7 @@ def padded(batch: tuple[Any, ...], lengths: Sequence[int]) -> tuple[Any, ...]:
             f"at least {longest}, the tokens of this microbatch, with language-model graphs",
             "Raise it or shorten the samples.",
         )
-    step = sys.modules[STEP]
+    step = sys.modules[QWEN3_VL_STEP]
     flat = functools.partial(step.pad_or_truncate_2d_to_len, target_len=length, max_cap=length)
     longer = flat(tokens, pad_value=0)
     host = TOKENS.known(tokens)

@@ -2,7 +2,7 @@
 
 from functools import partial
 
-from ..encoders import DECLARED, DECLARED_MODELS, MODELS, QWEN3_VL_MODELS, QWEN_VL, Model
+from ..encoders import DECLARED, DECLARED_MODELS, MODELS, QWEN3_VL, QWEN3_VL_MODELS, QWEN_VL, Model
 from ..seam import GRAPHS, OLDEST, Seam, called, patched, read, replayed, seams_of, swapped
 from ..seam import Feature as F
 
@@ -290,6 +290,79 @@ _ROTARY = seams_of(
         "one kernel in its place while work is recorded",
     ),
 )
+_BETWEEN = seams_of(
+    F.BETWEEN,
+    step_padding=patched(
+        f"{QWEN3_VL_STEP}:_pad_and_pack_qwen3_vl_step(tokens)",
+        "tokens are padded on the host as well, and a pack's offsets and longest sequence computed there",
+        since="0.6.2",
+    ),
+    batch_of_model=read(
+        f"{MODEL}:Qwen3VLModel.forward",
+        "the batch whose tokens, mask, grids and offsets are read before the encoder is launched",
+        takes="self input_ids attention_mask packed_seq_params image_grid_thw video_grid_thw",
+    ),
+    image_tokens=patched(
+        f"{MODEL}:reorganize_inputs(input_ids, image_grid_thw, video_grid_thw, image_input_mask, video_input_mask)",
+        "image features are put into their places, and deepstack's added, by indices that the host computed",
+    ),
+    deepstack_parts=patched(
+        f"{MODEL}:split_deepstack_embs(visual_pos_masks, deepstack_visual_embeds)",
+        "the host counts the image features of each rank where it knows their places",
+    ),
+    packed_rows=patched(
+        f"{MODEL}:preprocess_packed_seqs(input_ids, attention_mask, pre_process, pg_collection)",
+        "samples are packed by what the host knows of their padding",
+        "align_size = tp_size * cp_size * 2 if cp_size > 1 else tp_size",
+        "input_ids_rmpad = torch.zeros(shape, dtype=input_ids.dtype, device=input_ids.device)",
+        "input_ids_rmpad[start_idx:start_idx + seqlen] = input_ids[i, attention_mask[i]]",
+    ),
+    positions=patched(
+        f"{MODEL}:get_rope_index(input_ids, image_grid_thw, video_grid_thw, attention_mask, packed_seq_params)",
+        "positions of a batch with images are computed on the host",
+    ),
+    step_packing=read(
+        f"{QWEN3_VL_STEP}:forward_step",
+        "what the step packs keeps every token, padding included",
+        *("original_tokens = tokens.clone()", "forward_args['input_ids'] = original_tokens"),
+        "attention_mask = torch.ones(original_tokens.shape[0], original_tokens.shape[1], dtype=torch.bool",
+        "forward_args['attention_mask'] = attention_mask",
+    ),
+)
+_LENGTH = seams_of(
+    (F.LANGUAGE_MODEL, F.FULL_ITERATION),
+    QWEN3_VL,
+    language_model_length=patched(
+        f"{QWEN3_VL_STEP}:get_batch(data_iterator, cfg)", "sequences have a length that language-model graphs replay"
+    ),
+    **{
+        f"language_model_length.{name}": called(
+            f"{QWEN3_VL_STEP}:{name}_to_len(target_len, max_cap)", "pads one tensor of a batch to that length"
+        )
+        for name in ("pad_or_truncate_2d", "pad_or_truncate_attn", "pad_or_truncate_pos")
+    },
+)
+_DECODER = seams_of(
+    (F.PACKED_QWEN3_VL, F.FULL_ITERATION),
+    packed_qwen3_vl_decoder=replayed(
+        f"{BLOCK}:Qwen3VLTransformerBlock.forward",
+        "the layers of a microbatch of Qwen3-VL's language model replay a graph",
+        "self._deepstack_process(hidden_states, visual_pos_masks, deepstack_visual_embeds[l_no])",
+        takes="hidden_states attention_mask rotary_pos_emb packed_seq_params visual_pos_masks deepstack_visual_embeds",
+    ),
+    packed_deepstack=swapped(
+        f"{BLOCK}:Qwen3VLTransformerBlock._deepstack_process(hidden_states, visual_pos_masks, visual_embeds)",
+        "image features are added to every token, zero where there are none, while work is recorded",
+    ),
+)
+_VARYING = seams_of(
+    F.PACKED_QWEN3_VL,
+    variable_lengths=patched(
+        f"{MODEL}:Qwen3VLModel._expose_language_model_for_cuda_graph_helper(self)",
+        "a model that is told that lengths vary may have packed graphs, which take any length",
+        "self.language_model.config.variable_seq_lengths",
+    ),
+)
 SEAMS = (
     *(*_LOOP_VISION, *_REPORTS, *_TOWERS, *_LOOP, *_CHECKS, *_CONFIG, *_STATE, *_steps(), *_BATCHES),
     *(*_COPIES, *_RECIPES, *_PERFORMANCE, *_LOOPS),
@@ -297,4 +370,5 @@ SEAMS = (
     *(seam for model in LANGUAGE_MODELS for seam in field_seams(*model, "packed-sequence options")),
     *(seam for model in DROPS_STAGE for seam in _stage(model)),
     *(*_PIPELINES, *_VISION, *_DEEPSTACK, *_PARTS, *_ROTARY),
+    *(*_BETWEEN, *_LENGTH, *_DECODER, *_VARYING),
 )

@@ -1,10 +1,9 @@
 """Seams of megatron-core and Transformer Engine: layers, packs, data parallelism; and of language models in them."""
 
-from ..encoders import NEMOTRON_OMNI, NEMOTRON_VL, QWEN3_VL
+from ..encoders import NEMOTRON_OMNI, NEMOTRON_VL
 from ..seam import GRAPHS, called, patched, read, replayed, seams_of, swapped
 from ..seam import Feature as F
-from .bridge import BLOCK as QWEN_BLOCKS
-from .bridge import MODEL, QWEN3_VL_STEP, TRAIN
+from .bridge import TRAIN
 
 CORE = "megatron.core"
 TRANSFORMER_LAYER = f"{CORE}.transformer.transformer_layer:TransformerLayer"
@@ -212,75 +211,21 @@ _UNPACKED = seams_of(
 )
 GPT_STEP = "megatron.bridge.training.gpt_step"
 BLOCK = f"{CORE}.transformer.transformer_block:TransformerBlock"
-QWEN_BLOCK = f"{QWEN_BLOCKS}:Qwen3VLTransformerBlock"
 MOE = f"{CORE}.transformer.moe"
 ROUTER, EXPERTS = f"{MOE}.router", f"{MOE}.experts"
 ROPE = f"{CORE}.models.common.embeddings.rope_utils"
 STACK = f"{CORE}.models.hybrid.hybrid_block:HybridStack"
 MAMBA = f"{CORE}.ssm"
 TE_STORAGE = f"{TE}.tensor.storage"
-STEP = QWEN3_VL_STEP
 FULL_GRAPH = f"{CORE}.full_cuda_graph:FullCudaGraphWrapper"
 RANDOM = f"{CORE}.tensor_parallel.random"
 
-_BETWEEN = seams_of(
-    F.BETWEEN,
-    step_padding=patched(
-        f"{STEP}:_pad_and_pack_qwen3_vl_step(tokens)",
-        "tokens are padded on the host as well, and a pack's offsets and longest sequence computed there",
-        since="0.6.2",
-    ),
-    batch_of_model=read(
-        f"{MODEL}:Qwen3VLModel.forward",
-        "the batch whose tokens, mask, grids and offsets are read before the encoder is launched",
-        takes="self input_ids attention_mask packed_seq_params image_grid_thw video_grid_thw",
-    ),
-    image_tokens=patched(
-        f"{MODEL}:reorganize_inputs(input_ids, image_grid_thw, video_grid_thw, image_input_mask, video_input_mask)",
-        "image features are put into their places, and deepstack's added, by indices that the host computed",
-    ),
-    deepstack_parts=patched(
-        f"{MODEL}:split_deepstack_embs(visual_pos_masks, deepstack_visual_embeds)",
-        "the host counts the image features of each rank where it knows their places",
-    ),
-    packed_rows=patched(
-        f"{MODEL}:preprocess_packed_seqs(input_ids, attention_mask, pre_process, pg_collection)",
-        "samples are packed by what the host knows of their padding",
-        "align_size = tp_size * cp_size * 2 if cp_size > 1 else tp_size",
-        "input_ids_rmpad = torch.zeros(shape, dtype=input_ids.dtype, device=input_ids.device)",
-        "input_ids_rmpad[start_idx:start_idx + seqlen] = input_ids[i, attention_mask[i]]",
-    ),
-    positions=patched(
-        f"{MODEL}:get_rope_index(input_ids, image_grid_thw, video_grid_thw, attention_mask, packed_seq_params)",
-        "positions of a batch with images are computed on the host",
-    ),
-    step_packing=read(
-        f"{STEP}:forward_step",
-        "what the step packs keeps every token, padding included",
-        *("original_tokens = tokens.clone()", "forward_args['input_ids'] = original_tokens"),
-        "attention_mask = torch.ones(original_tokens.shape[0], original_tokens.shape[1], dtype=torch.bool",
-        "forward_args['attention_mask'] = attention_mask",
-    ),
-)
 _ROTARY = seams_of(
     F.MULTIMODAL_ROTARY,
     language_model_rotary=patched(
         f"{TRANSFORMER_LAYER}.get_layer_static_inputs(self, seq_length, micro_batch_size)",
         "per-layer graphs of a model with multimodal rotary embedding contain it",
     ),
-)
-_LENGTH = seams_of(
-    (F.LANGUAGE_MODEL, F.FULL_ITERATION),
-    QWEN3_VL,
-    language_model_length=patched(
-        f"{STEP}:get_batch(data_iterator, cfg)", "sequences have a length that language-model graphs replay"
-    ),
-    **{
-        f"language_model_length.{name}": called(
-            f"{STEP}:{name}_to_len(target_len, max_cap)", "pads one tensor of a batch to that length"
-        )
-        for name in ("pad_or_truncate_2d", "pad_or_truncate_attn", "pad_or_truncate_pos")
-    },
 )
 _FULL_ITERATION = seams_of(
     F.FULL_ITERATION,
@@ -361,27 +306,6 @@ _BLOCK = seams_of(
     packed_block=swapped(
         f"{BLOCK}[layers, pre_process, input_tensor, config]",
         "a later pipeline stage takes its input from here, also while it is recorded",
-    ),
-)
-_QWEN3_VL = seams_of(
-    (F.PACKED_QWEN3_VL, F.FULL_ITERATION),
-    packed_qwen3_vl_decoder=replayed(
-        f"{QWEN_BLOCK}.forward",
-        "the layers of a microbatch of Qwen3-VL's language model replay a graph",
-        "self._deepstack_process(hidden_states, visual_pos_masks, deepstack_visual_embeds[l_no])",
-        takes="hidden_states attention_mask rotary_pos_emb packed_seq_params visual_pos_masks deepstack_visual_embeds",
-    ),
-    packed_deepstack=swapped(
-        f"{QWEN_BLOCK}._deepstack_process(hidden_states, visual_pos_masks, visual_embeds)",
-        "image features are added to every token, zero where there are none, while work is recorded",
-    ),
-)
-_LENGTHS = seams_of(
-    F.PACKED_QWEN3_VL,
-    variable_lengths=patched(
-        f"{MODEL}:Qwen3VLModel._expose_language_model_for_cuda_graph_helper(self)",
-        "a model that is told that lengths vary may have packed graphs, which take any length",
-        "self.language_model.config.variable_seq_lengths",
     ),
 )
 # What a router gets on megatron-core's branch dev, too: it goes by them where its configuration asks for that alone.
@@ -528,8 +452,8 @@ _HYBRIDS = seams_of(
     ),
 )
 SEAMS = (
-    *(*_BETWEEN, *_ROTARY, *_LENGTH, *_FULL_ITERATION, *_RANDOM_STATES),
-    *(*_PACKED, *_PACKED_ROTARY, *_DECODER, *_BLOCK, *_QWEN3_VL, *_LENGTHS, *_EXPERTS, *_EXPERTS_INSIDE),
+    *(*_ROTARY, *_FULL_ITERATION, *_RANDOM_STATES),
+    *(*_PACKED, *_PACKED_ROTARY, *_DECODER, *_BLOCK, *_EXPERTS, *_EXPERTS_INSIDE),
     *(*_FP8, *_HYBRIDS),
     *(*_VISION, *_SEGMENTS, *_PARALLEL, *_OFFLOAD, *_HEAD_NORMS, *_EVERY),
     *(*_CUDNN, *_UNPACKED),
