@@ -57,6 +57,12 @@ _EXPERTS = "qwen3_vl_30b_a3b_vision_graphs_h200_sft_config"
 _PEFT = "qwen3_vl_8b_vision_graphs_h200_peft_config"
 _SFT, _TP2 = "qwen3_vl_8b_vision_graphs_h200_sft_config", "model.tensor_model_parallel_size=2"
 _PACKED = ("model.tensor_model_parallel_size=1", "dataset.enable_in_batch_packing=true", "train.micro_batch_size=2")
+_PADDED = (
+    "model.tensor_model_parallel_size=1",
+    "model.num_layers=8",
+    "model.linear_attention_freq=4",
+    "train.micro_batch_size=1",
+)
 _OVERLAP = ("ddp.overlap_grad_reduce=true", "ddp.overlap_param_gather=true")
 # Random weights send three times the mean of tokens to one of eight GPUs, and samples are padded to the whole length:
 # with 4096 tokens, 48 layers do not fit 140 GB.
@@ -70,6 +76,7 @@ CASES = {
     "8b_lora_dp2": Case(_PEFT, 2, (), 16),
     "8b_lora_dp4": Case(_PEFT, 4, (), 32),
     "qwen35_9b_lora_packed": Case("qwen35_vl_9b_peft_config", words=_PACKED),
+    "qwen35_9b_8_layers_padded": Case("qwen35_vl_9b_vision_graphs_h200_sft_config", words=_PADDED),
     "30b_a3b_8_layers_ep2": Case(_EXPERTS, 2, ("model.num_layers=8", "model.expert_model_parallel_size=2")),
     # A GPU holds as many parameters of experts as one of eight does of all 48 layers.
     "30b_a3b_24_layers_ep4": Case(
