@@ -56,13 +56,9 @@ LORA = "8b_lora"
 _EXPERTS = "qwen3_vl_30b_a3b_vision_graphs_h200_sft_config"
 _PEFT = "qwen3_vl_8b_vision_graphs_h200_peft_config"
 _SFT, _TP2 = "qwen3_vl_8b_vision_graphs_h200_sft_config", "model.tensor_model_parallel_size=2"
-_PACKED = ("model.tensor_model_parallel_size=1", "dataset.enable_in_batch_packing=true", "train.micro_batch_size=2")
-_PADDED = (
-    "model.tensor_model_parallel_size=1",
-    "model.num_layers=8",
-    "model.linear_attention_freq=4",
-    "train.micro_batch_size=1",
-)
+_TP1 = "model.tensor_model_parallel_size=1"
+_PACKED = (_TP1, "dataset.enable_in_batch_packing=true", "train.micro_batch_size=2")
+_PADDED = (_TP1, "model.num_layers=8", "model.linear_attention_freq=4", "train.micro_batch_size=1")
 _OVERLAP = ("ddp.overlap_grad_reduce=true", "ddp.overlap_param_gather=true")
 # Random weights send three times the mean of tokens to one of eight GPUs, and samples are padded to the whole length:
 # with 4096 tokens, 48 layers do not fit 140 GB.
@@ -70,8 +66,8 @@ _FITTING = ("model.moe_router_force_load_balancing=true", "model.seq_length=2048
 CASES = {
     "8b_sft_tp2": Case(_SFT, 2, (_TP2,)),
     "8b_sft_tp2_dp2": Case(_SFT, 4, (_TP2,), 16),
-    "8b_sft_dp4": Case(_SFT, 4, ("model.tensor_model_parallel_size=1",), 16),
-    "8b_sft_dp4_overlap": Case(_SFT, 4, ("model.tensor_model_parallel_size=1", *_OVERLAP), 16),
+    "8b_sft_dp4": Case(_SFT, 4, (_TP1,), 16),
+    "8b_sft_dp4_overlap": Case(_SFT, 4, (_TP1, *_OVERLAP), 16),
     LORA: Case(_PEFT),
     "8b_lora_dp2": Case(_PEFT, 2, (), 16),
     "8b_lora_dp4": Case(_PEFT, 4, (), 32),
