@@ -164,13 +164,7 @@ def differences(config: Any, ranks: Mapping[str, Any], adapter: str | None = Non
 
 
 def _others(owner: Any, measured: Mapping[str, Sequence[Any]], written: Callable[[str], str]) -> list[str]:
-    """Return values that no record is of, each as it is written.
-
-    Args:
-        owner: What has the fields.
-        measured: Field -> the values that records are of; None among them is a value that they do not tell.
-        written: How a field is written.
-    """
+    """Return values that no record is of, spelled by `written`; None in `measured` is a value that no record tells."""
     known = [name for name, values in measured.items() if None not in values]
     own = {name: reduce(lambda found, part: getattr(found, part, None), name.split("."), owner) for name in known}
     return [f"{written(name)}={value}" for name, value in own.items() if value not in (None, (), *measured[name])]
@@ -245,9 +239,14 @@ class Nearest:
             return "not measured: no step of such a model was. bridge-cg compare measures it"
         peak = self.found["peak_gb"] * GIB / GB
         cards = CARDS if gpu is None else {gpu: CARDS[gpu]}
-        saves = next((f" without {field}" for field in self.differs if "offload" in field or "recompute" in field), "")
-        fit = [f"{card} ({size} GB) {'yes' if peak <= size else f'no{saves}'}" for card, size in cards.items()]
+        no = f"no without {saves}" if (saves := self._saves()) else "no"
+        fit = [f"{card} ({size} GB) {'yes' if peak <= size else no}" for card, size in cards.items()]
         return self._nearest(f"{', '.join(fit)}, by a peak of {peak:.1f} GB on {_gpus(self.found)}")
+
+    def exceeds(self, gpu: str | None) -> bool:
+        """Return whether the peak is above a GPU's memory, a key of `CARDS`, and nothing was asked that saves some."""
+        known = self.whole and self.same_layers and not self._saves()
+        return known and self.found["peak_gb"] * GIB / GB > CARDS.get(gpu or "", math.inf)
 
     def faster(self) -> str:
         """Return what made this step faster still in words; empty where nothing was measured."""
@@ -257,6 +256,9 @@ class Nearest:
         ms = [step["graphs_ms"] for step in records()["steps"] if (step["case"], step["setting"]) == wanted]
         texts = [f"{SETTING}=fastest: {one:.0f} ms in the place of {self.found['graphs_ms']:.0f}" for one in ms]
         return self._nearest(texts[0]) if texts else ""
+
+    def _saves(self) -> str:
+        return next((field for field in self.differs if "offload" in field or "recompute" in field), "")
 
     def _nearest(self, text: str) -> str:
         return f"not measured. Nearest, {self.found['case']}: {text}" if self.differs else text

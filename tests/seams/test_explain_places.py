@@ -49,9 +49,15 @@ def test_five_lines_answer_what_a_user_asks(capsys, mixture, columns, monkeypatc
     assert "fits: not measured: no step of such a model was" in text  # of 48 layers: of 8 one was
     measured = " ".join(explain(capsys, mixture, "--gpu", "H100", "model.num_layers=8")[1].split())
     assert "fits: not measured. Nearest, 30b_a3b_8_layers_ep2: h100 (80 GB) no, by a peak of 86.8 GB" in measured
+    assert "would bring most: less memory on h100: model.recompute_granularity=full " in measured
     assert "h200" not in measured.partition("fits:")[2]
     details = explain(capsys, mixture, "--details", "--graphs", "H200")[1]
     assert "options: " in details and "not measured here: 48 attention, 48 128-expert layers of 2048" in details
+
+
+def test_a_preset_for_a_gpu_that_is_too_small_is_named(capsys, bridge):
+    text = " ".join(explain(capsys, "qwen3_vl_8b_vision_graphs_h200_sft_config", "--gpu", "h100")[1].split())
+    assert "would bring most: less memory on h100: the preset qwen3_vl_8b_vision_graphs_offload_h100_sft_config" in text
 
 
 def test_nodes_and_layout(capsys, mixture):

@@ -255,6 +255,7 @@ def test_a_step_fits_a_gpu_with_more_memory_than_its_peak(peak, eager, gpu):
         else:
             assert card not in said
     assert not said.startswith("not measured")
+    assert found.exceeds(gpu) == (gpu is not None and f"{gpu} ({CARDS[gpu]} GB) no" in said)
 
 
 @pytest.mark.parametrize(
@@ -266,7 +267,9 @@ def test_a_step_fits_a_gpu_with_more_memory_than_its_peak(peak, eager, gpu):
 )
 def test_a_step_that_does_not_fit_may_with_what_saves_memory(fields, saves):
     made = config(**TP2, **({} if fields else {"recompute_granularity": "full"}))
-    said = nearest(made, options(**fields), None, 2).fits(None)
+    found = nearest(made, options(**fields), None, 2)
+    said = found.fits(None)
+    assert not found.exceeds("h100")
     assert f"h100 (80 GB) no without {saves}, h200 (141 GB) yes, " in said
 
 

@@ -19,7 +19,7 @@ from bridge_cg_plugin.options.flags import take_flags
 from bridge_cg_plugin.options.graph_options import LANGUAGE_MODEL_PART, SETTING, VISION_ENCODER
 from bridge_cg_plugin.options.sources import FIELDS, OTHER_FIELDS, SETTINGS, refuse_unknown
 from bridge_cg_plugin.options.vision import PROVIDER_FIELDS
-from bridge_cg_plugin.recipes import GPUS, with_graphs
+from bridge_cg_plugin.recipes import GPUS, PRESETS, with_graphs
 from bridge_cg_plugin.upstream.seams.encoders import NO_ADAPTER, encoder_of, has_audio_encoder
 
 from ..answers import AnswerError, Tell, table, wrapped
@@ -32,6 +32,9 @@ from .start import check_training
 _TRACKER = "rng.te_rng_tracker"
 _NO_FIGURES = "Times and memory depend on the model: write a recipe's name first."
 _NO_GRAPHS = "cuda_graphs=exact"
+_RECOMPUTE = (
+    "model.recompute_granularity=full model.recompute_method=uniform model.recompute_num_layers=1, as graphs can"
+)
 AUDIO_ENCODER = "audio encoder"
 NOT_KNOWN = "not known"
 
@@ -48,6 +51,7 @@ class Answer:
         unknown: Why it is not known whether the language model can run on graphs; empty where it is.
         nearest: What was measured that is nearest, with `cuda_graphs=exact` where nobody chose; None without graphs.
         gpu: The GPU that was named.
+        lighter: What precedes recompute where the memory of `gpu` does not suffice: a preset for it, if there is one.
         layout: Over how many GPUs each field divides the model, and the replicas; empty where nobody said.
         notes: Sentences for a person.
     """
@@ -59,6 +63,7 @@ class Answer:
     unknown: str = ""
     nearest: Nearest | None = None
     gpu: str | None = None
+    lighter: str = ""
     layout: dict[str, int] | None = None
     notes: tuple[str, ...] = ()
 
@@ -110,6 +115,8 @@ class Answer:
             return _NO_GRAPHS if self.nearest is None else f"{_NO_GRAPHS}: {self.nearest.time()}"
         if any(line.runs == NOT_KNOWN for line in lines):
             return "not known: see the first line"
+        if self.nearest and self.nearest.exceeds(self.gpu):
+            return f"less memory on {self.gpu}: {self.lighter}{_RECOMPUTE}"
         if eager := [line for line in lines if line.runs == "eager"]:
             return f"the {eager[-1].name} on graphs, which this keeps eager: {eager[-1].why}"
         if rest := [line for line in lines if self._rest(line)]:
@@ -244,8 +251,9 @@ def _of_recipe(name: str, flags: Mapping[str, Any], words: Sequence[str], place:
         reasons.append("the model is built by code that is not run here")
     said = f"{' and '.join(reasons)}, so training's checks of it were not made"
     layout = None if gpus is None else divided(config.model, gpus)
-    model = getattr(config, "model", None)
-    found = None
+    model, found = getattr(config, "model", None), None
+    base = next((one.base for one in PRESETS if one.name == name), name)
+    lighter = [f"the preset {one.name}, or " for one in PRESETS if one.fields and (one.base, one.gpu) == (base, gpu)]
     if model is not None:
         found = nearest(config, options if _asks(options) else _with_all(config), gpu, gpus)
     return Answer(
@@ -256,6 +264,7 @@ def _of_recipe(name: str, flags: Mapping[str, Any], words: Sequence[str], place:
         unknown=f"{said}. bridge-cg train --dry-run makes them where the hub can be reached" if reasons else "",
         nearest=found,
         gpu=gpu,
+        lighter="".join(lighter),
         layout=layout,
         notes=(
             *([] if layout is None else [layout_in_words(layout)]),

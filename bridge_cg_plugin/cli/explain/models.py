@@ -27,8 +27,11 @@ SIZES: Mapping[str, tuple[int, int, int]] = {
     r"Qwen/Qwen3(-VL)?-8B": (36, 4096, 32),
     r"Qwen/Qwen3-14B": (40, 5120, 40),
     r"Qwen/Qwen3(-VL)?-32B": (64, 5120, 64),
+    r"Qwen/Qwen3\.5-0\.8B": (24, 1024, 8),
+    r"Qwen/Qwen3\.5-2B": (24, 2048, 8),
     r"Qwen/Qwen3\.5-4B": (32, 2560, 16),
     r"Qwen/Qwen3\.5-9B": (32, 4096, 16),
+    r"Qwen/Qwen3\.[56]-27B": (64, 5120, 24),
     r"Qwen/Qwen3\.[56]-35B-A3B": (40, 2048, 16),
     r"Qwen/Qwen3\.5-122B-A10B": (48, 3072, 32),
     r"Qwen/Qwen3\.5-397B-A17B": (60, 4096, 32),
@@ -101,7 +104,7 @@ FAMILIES = (
     Family(r"Qwen/Qwen3-VL-\d+B", f"{_QWEN3_VL}ModelProvider", deepstack=_DEEP),
     Family(r"Qwen/Qwen3\.[56]-397B", f"{_QWEN35_VL}MoEModelProvider", 512, _LARGE),
     Family(r"Qwen/Qwen3\.[56]-\d+B-A\d+B", f"{_QWEN35_VL}MoEModelProvider", 256, _LARGE),
-    Family(r"Qwen/Qwen3\.[56]-9B", f"{_QWEN35_VL}ModelProvider", encoder=_LARGE),
+    Family(r"Qwen/Qwen3\.[56]-(9|27)B", f"{_QWEN35_VL}ModelProvider", encoder=_LARGE),
     Family(r"Qwen/Qwen3\.[56]-[\d.]+B", f"{_QWEN35_VL}ModelProvider"),
     *(
         Family(hub.names, f"{one.module.removeprefix(f'{MODELS}.')}.{one.provider}", hub.experts, hub.encoder or ())
