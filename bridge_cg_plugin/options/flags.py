@@ -21,9 +21,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     Raises:
         argparse.ArgumentError: The parser has one of these flags already.
     """
-    group = parser.add_argument_group("CUDA graphs")
+    group = parser.add_argument_group("CUDA graphs", "With dashes in the place of underscores, too.")
     for flag in FLAGS:
-        group.add_argument(*flag.spellings, dest=flag.flags[0], metavar="VALUE", help=flag.help)
+        shown, *others = flag.spellings
+        group.add_argument(shown, dest=flag.flags[0], metavar="VALUE", help=flag.help)
+        if others:
+            group.add_argument(*others, dest=flag.flags[0], help=argparse.SUPPRESS)
 
 
 def given_flags(arguments: argparse.Namespace) -> dict[str, Any]:

@@ -150,16 +150,20 @@ OPTIONS = {spelling for flag in FLAGS for spelling in flag.spellings}
 
 def test_the_page_has_every_flag_that_is_no_option_and_no_other():
     section = PAGE.read_text().partition("## From a command line\n")[2].partition("\n## ")[0]
-    spellings = [
-        set(action.option_strings)
-        for action in build_parser()._actions
-        if "--help" not in action.option_strings and action.help != argparse.SUPPRESS
-    ]
-    own = [names for names in spellings if not names & OPTIONS]
+    actions = [action for action in build_parser()._actions if "--help" not in action.option_strings]
+    spellings = [set(action.option_strings) for action in actions]
+    shown = [set(action.option_strings) for action in actions if action.help != argparse.SUPPRESS]
+    own = [names for names in shown if not names & OPTIONS]
     named = set(re.findall(r"`(--[\w-]+)", section))
     assert len(own) > 8 and [names for names in own if not names & named] == []
     assert named <= {name for names in spellings for name in names} | {"--help"}
     assert {name for names in spellings for name in names} >= OPTIONS
+    assert all(names & {flag.spellings[0] for flag in FLAGS} for names in shown if names & OPTIONS)
+
+
+def test_the_help_of_training_keeps_to_80_columns(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    assert max(map(len, build_parser().format_help().splitlines())) <= 80
 
 
 class Terminal(io.StringIO):
