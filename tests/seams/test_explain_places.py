@@ -7,6 +7,7 @@ import pytest
 from bridge_cg_plugin.cli.explain import recipes
 from bridge_cg_plugin.cli.measured import records
 
+from .conftest import with_presets
 from .explained import explain, found
 
 PRESET = "qwen3_vl_30b_a3b_vision_graphs_h200_sft_config"
@@ -55,6 +56,7 @@ def test_five_lines_answer_what_a_user_asks(capsys, mixture, columns, monkeypatc
     assert "options: " in details and "not measured here: 48 attention, 48 128-expert layers of 2048" in details
 
 
+@with_presets
 def test_a_preset_for_a_gpu_that_is_too_small_is_named(capsys, bridge):
     text = " ".join(explain(capsys, "qwen3_vl_8b_vision_graphs_h200_sft_config", "--gpu", "h100")[1].split())
     assert "would bring most: less memory on h100: the preset qwen3_vl_8b_vision_graphs_offload_h100_sft_config" in text

@@ -1,6 +1,7 @@
 """Presets by name: where Bridge's launchers look for recipes, and what the plugin adds to upstream's modules."""
 
 import importlib
+import json
 import subprocess
 import sys
 from dataclasses import replace
@@ -9,6 +10,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 
 import bridge_cg_plugin
+from bridge_cg_plugin.cli.main import main
 from bridge_cg_plugin.recipes import DERIVED_RECIPES, PRESETS, RECIPES
 from bridge_cg_plugin.recipes.presets import recipe_of
 from bridge_cg_plugin.upstream.hooks.recipes import PATCHES, recipe_names
@@ -64,6 +66,11 @@ def test_the_names_that_stand_ins_have_are_those_that_packages_have(active):
     code = "from bridge_cg_plugin.cli.explain.recipes import recipes_of_bridge; print(*recipes_of_bridge())"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert set(done.stdout.split()) == recipe_names() - set(RECIPES)
+
+
+def test_the_command_lists_the_presets_that_this_release_has(bridge, active, capsys):
+    assert main(["recipes", "--json", "vision_graphs"]) == 0
+    assert json.loads(capsys.readouterr().out)["presets"] == sorted(name for name in RECIPES if hasattr(bridge, name))
 
 
 def test_a_name_says_what_bridges_launchers_read_from_it():

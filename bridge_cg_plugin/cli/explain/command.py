@@ -20,6 +20,7 @@ from bridge_cg_plugin.options.graph_options import LANGUAGE_MODEL_PART, SETTING,
 from bridge_cg_plugin.options.sources import FIELDS, OTHER_FIELDS, SETTINGS, refuse_unknown
 from bridge_cg_plugin.options.vision import PROVIDER_FIELDS
 from bridge_cg_plugin.recipes import GPUS, PRESETS, with_graphs
+from bridge_cg_plugin.upstream.hooks.recipes import recipe_names
 from bridge_cg_plugin.upstream.seams.encoders import NO_ADAPTER, encoder_of, has_audio_encoder
 
 from ..answers import AnswerError, Tell, table, wrapped
@@ -32,9 +33,7 @@ from .start import check_training
 _TRACKER = "rng.te_rng_tracker"
 _NO_FIGURES = "Times and memory depend on the model: write a recipe's name first."
 _NO_GRAPHS = "cuda_graphs=exact"
-_RECOMPUTE = (
-    "model.recompute_granularity=full model.recompute_method=uniform model.recompute_num_layers=1, as graphs can"
-)
+_RECOMPUTE = "model.recompute_granularity=full model.recompute_method=uniform model.recompute_num_layers=1, on graphs"
 AUDIO_ENCODER = "audio encoder"
 NOT_KNOWN = "not known"
 
@@ -253,7 +252,7 @@ def _of_recipe(name: str, flags: Mapping[str, Any], words: Sequence[str], place:
     layout = None if gpus is None else divided(config.model, gpus)
     model, found = getattr(config, "model", None), None
     base = next((one.base for one in PRESETS if one.name == name), name)
-    lighter = [f"the preset {one.name}, or " for one in PRESETS if one.fields and (one.base, one.gpu) == (base, gpu)]
+    lighter = [one.name for one in PRESETS if one.fields and (one.base, one.gpu) == (base, gpu)]
     if model is not None:
         found = nearest(config, options if _asks(options) else _with_all(config), gpu, gpus)
     return Answer(
@@ -264,7 +263,7 @@ def _of_recipe(name: str, flags: Mapping[str, Any], words: Sequence[str], place:
         unknown=f"{said}. bridge-cg train --dry-run makes them where the hub can be reached" if reasons else "",
         nearest=found,
         gpu=gpu,
-        lighter="".join(lighter),
+        lighter="".join(f"the preset {one}, or " for one in {*lighter} & recipe_names()) if lighter else "",
         layout=layout,
         notes=(
             *([] if layout is None else [layout_in_words(layout)]),

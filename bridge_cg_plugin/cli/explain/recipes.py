@@ -302,8 +302,8 @@ def run(args: Namespace, tell: Tell) -> int:
     Returns the exit status.
     """
     part, benchmarks = args.filter, args.all
-    found = (filter(lambda name: letters(part) in letters(name), names) for names in (RECIPES, recipes_of_bridge()))
-    presets, others = map(sorted, found)
+    every = (recipes_of_bridge(), recipe_names() & RECIPES.keys())
+    others, presets = (sorted(name for name in names if letters(part) in letters(name)) for names in every)
     if not presets and not others:
         remedy = "Write another part of it; bridge-cg recipes lists all."
         raise OptionError.because("recipe", f"Cannot find a recipe with {part!r} in its name. {remedy}")
