@@ -21,7 +21,7 @@ from .fallback import Fallback
 from .instance import InstanceMethod
 from .memory.ranges import DeviceMemoryError
 from .memory.returning import release_homes
-from .parts import Parts
+from .parts import Parts, RunsLater
 from .program import Call, Eager, Piece, Surroundings, Workload
 from .proofs.eager_pass import Pass
 from .proofs.schedule import Proofs
@@ -248,6 +248,7 @@ class GraphManager:
         pieces: Sequence[Piece],
         demand: Demand | None = None,
         offloading: Offloading = NOTHING_LEAVES,
+        runs_later: RunsLater | None = None,
     ) -> list[Region]:
         """Capture pieces of the module between two steps, and let their call sites replay them.
 
@@ -255,6 +256,7 @@ class GraphManager:
             pieces: One whose call is the module's forward, or parts of it with calls of their own.
             demand: What microbatches ask for, of pieces that grow.
             offloading: Where activations are; where some leave, parts share memory.
+            runs_later: Of parts that run again in the backward, one after the other; see `Parts`.
 
         Returns:
             Their regions, in their order.
@@ -264,10 +266,11 @@ class GraphManager:
             replaced = [(self.model, "forward"), *patched]
             self._watch = ModelWatch((self.model,), replaced, (self.model,), self.surroundings.exempt)
         watch = self._watch
-        around = replace(self.surroundings, slots=self.slots, consensus=self.bucket_consensus)
-        chain = (
-            Chain(self.executor, offloading, in_parts=True) if patched and offloading is not NOTHING_LEAVES else None
-        )
+        in_turn = runs_later is not None
+        slots = 1 if in_turn else self.slots
+        around = replace(self.surroundings, slots=slots, consensus=self.bucket_consensus)
+        together = patched and (in_turn or offloading is not NOTHING_LEAVES)
+        chain = Chain(self.executor, offloading, in_parts=True, in_turn=in_turn) if together else None
         regions = [
             Region(piece, chain or Chain(self.executor, offloading), around, watch, self.workload.strict)
             for piece in pieces
@@ -283,7 +286,7 @@ class GraphManager:
             each.capture()
         for region, piece in zip(regions, pieces, strict=True):
             if piece.calls:
-                self._parts = self._parts or Parts()
+                self._parts = self._parts or Parts(runs_later)
                 self._parts.install(region, piece.calls)
         if demand is not None:
             self._demand, demand.evaluated = demand, []  # regions begin with those for training

@@ -3,7 +3,9 @@
 A microbatch replays all parts or none, in one slot.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -17,16 +19,24 @@ from .proofs.eager_pass import Pass
 from .region import Region
 from .replays.replay import Replay
 
+# Lets what a module runs now and again in the backward run inside a context, which is made anew each time.
+RunsLater = Callable[[Callable[[], AbstractContextManager[None]]], AbstractContextManager[None]]
+
 
 class Parts:
     """The parts of one module, installed on it until `restore`.
+
+    Args:
+        runs_later: Of parts that the module runs without gradients first, and again in its backward, where each part's
+            backward follows its forward; None where parts run once.
 
     Attributes:
         methods: What stands in for the attributes that call parts and followers.
         followers: Calls that a replayed part answers.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, runs_later: RunsLater | None = None) -> None:
+        self._runs_later = runs_later
         self.followers: list[FollowerCall] = []
         self._regions: list[Region] = []
         self.methods: list[InstanceMethod] = []
@@ -34,6 +44,9 @@ class Parts:
         self._batch: Any = None
         self._decided: dict[Region, Replay] = {}
         self._slot = 0
+        # Which microbatch is under way, and whose inputs all parts find in the slot.
+        self._mark: object = None
+        self._loaded: object = None
         self._untraced: Callable[..., tuple[Tensor, ...] | None] = torch.compiler.disable(self.replay)
 
     def install(self, region: Region, calls: Sequence[PartCall]) -> None:
@@ -78,7 +91,7 @@ class Parts:
 
     def decide(self, batch: Any) -> dict[Region, Replay] | Fallback:
         """Return how every part replays the batch, all in one slot; without one, the first part's reason."""
-        slots, chain = range(self._regions[0].slot_count), self._regions[0].chain
+        slots, chain, self._loaded = range(self._regions[0].slot_count), self._regions[0].chain, None
         free = next((i for i in slots if all(region.slots[i].free for region in self._regions)), None)
         if not chain.in_parts:  # each part has memory apart
             return self._decide(batch, free or 0)
@@ -107,12 +120,19 @@ class Parts:
 
     def run(self, batch: Any, decided: dict[Region, Replay], eager: Callable[[], Any]) -> Any:
         """Run the module's forward, whose parts replay the batch as was decided."""
-        self._batch, self._decided = batch, decided
+        within = partial(self._replaying, batch, decided, object())
+        with within(), nullcontext() if self._runs_later is None else self._runs_later(within):
+            return eager()
+
+    @contextmanager
+    def _replaying(self, batch: Any, decided: dict[Region, Replay], mark: object) -> Iterator[None]:
+        before = self._batch, self._decided, self._mark
+        self._batch, self._decided, self._mark = batch, dict(decided), mark
         self._slot = next(iter(decided.values())).slot.index
         try:
-            return eager()
+            yield
         finally:
-            self._batch, self._decided = None, {}
+            self._batch, self._decided, self._mark = before
             for follower in self.followers:
                 follower.outputs = None
 
@@ -131,8 +151,10 @@ class Parts:
             return self._untraced(region, eager, hidden, *args, **kwargs)
         if self._batch is None:
             return None
-        batch = self._batch.of_part(hidden)
+        batch = self._batch.of_part(hidden, self._loaded is self._mark)
         decided = self._decided.pop(region, None)
+        if decided is not None and self._runs_later is not None:  # it runs more than once
+            decided = replace(decided, gradients=decided.gradients and torch.is_grad_enabled())
         if decided is None or not region.still_holds(decided, batch):
             # What one part has loaded for all must not be overwritten: nothing is recorded now.
             again = region.decide(batch, self._slot, records=False)
@@ -140,11 +162,11 @@ class Parts:
                 region.fell_back(again, batch)
                 return None
             decided = again
-        if (proofs := region.proofs) is not None:
+        proofs = region.proofs if self._runs_later is None or torch.is_grad_enabled() else None
+        if proofs is not None:
             proofs.call = Pass(partial(eager, hidden, *args, **kwargs))
         outputs = decided.run(batch) if proofs is None else region.compared(proofs, decided, batch)
-        if not self._batch.loaded:
-            self._batch = self._batch.once_loaded()
+        self._loaded = self._mark
         return outputs
 
 

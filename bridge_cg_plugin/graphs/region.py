@@ -230,7 +230,8 @@ class Region(Part):
         kind = self.executor.device.type
         autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
         return (
-            decided.slot.lease is None
+            decided.slot.free
+            and decided.recorded is decided.source.recordings.get(decided.recorded.place)
             and gradients == decided.gradients
             and autocast == decided.source.numerics.autocast
             and not (gradients and in_checkpoint())
@@ -269,7 +270,7 @@ class Region(Part):
         """Return a slot that no microbatch holds, one with the recording where there is one, or why there is none."""
         first = None
         for slot in self.slots[: self.slot_count] if index is None else self.slots[index : index + 1]:
-            if slot.lease is None:
+            if slot.free:
                 wish = slot.index, bucket, mode
                 # A rank whose memory moved has lost recordings: it makes them again where others replay theirs.
                 if wish in source.recordings or wish in source.recorded_by_other_ranks:

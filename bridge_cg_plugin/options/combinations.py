@@ -140,7 +140,15 @@ def whole_moe_layers(options: GraphOptions, facts: Facts) -> str:
     if not facts.moe or options.language_model.modules:
         return ""
     beside = packs(options, facts)
-    return f"{beside} and {MODULES} empty" if beside else padded_rows(options, facts)
+    if beside:
+        return f"{beside} and {MODULES} empty"
+    return "" if padded_parts(options, facts) else padded_rows(options, facts)
+
+
+def padded_parts(options: GraphOptions, facts: Facts) -> tuple[str, ...]:
+    """Return the parts of layers that are on graphs over padded rows, where experts stay eager; none where all is."""
+    alone = padded_rows(options, facts) and facts.shares_experts and facts.runs_layers_again
+    return ("attn", "moe_router") if alone else ()
 
 
 def _fp8_packs(options: GraphOptions, facts: Facts) -> str:
@@ -176,7 +184,8 @@ def _recomputes_otherwise(options: GraphOptions, facts: Facts) -> bool:
     in_parts = bool(named) and (facts.moe or named != {"attn", "mlp"})
     # These reach around a router that is captured without its experts.
     known = RECOMPUTED - {"layernorm", "moe"} if "moe_router" in named else RECOMPUTED
-    around = facts["recompute_granularity"] == "full" and in_parts
+    again = facts.runs_layers_again and "mlp" not in named
+    around = facts["recompute_granularity"] == "full" and in_parts and not again
     return around or facts.mamba or facts["fp8"] or not known.issuperset(facts.recomputed)
 
 
@@ -345,8 +354,8 @@ ALLOWED: tuple[tuple[Feature, str | Feature, Mapping[str, tuple[str, str]]], ...
         {
             RECOMPUTE: (
                 "null",
-                "Graphs recompute in bf16, whole layers where all are one region, and layernorm and moe not around a "
-                "router that is captured without its experts",
+                "Graphs recompute in bf16; around attention and routers alone, layers one by one (uniform, 1) and "
+                "neither layernorm nor moe",
             )
         },
     ),

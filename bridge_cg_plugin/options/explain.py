@@ -137,13 +137,14 @@ def _briefly(part: Part) -> str:
 
 def _language_model(every: GraphOptions) -> str:
     options = every.language_model
+    named = [CudaGraphModule[name] for name in every.padded_parts] or options.modules
+    parts = _listed([_PARTS[module] for module in named]) if named else "whole layers"
+    region = f"{parts} of every layer, each a region" if named else "all layers as one region"
     if options.impl == "full_iteration" and every.vision.enabled:
-        return "all layers as one region by the plugin, over padded sequences; output layer and losses eager"
+        return f"{region} by the plugin, over padded sequences; output layer and losses eager"
     if options.impl == "full_iteration":
         return "one graph of forward and backward of the whole step; inference eager"
-    parts = _listed([_PARTS[module] for module in options.modules]) if options.modules else "whole layers"
     if every.packed.enabled:
-        region = f"{parts} of every layer, each a region" if options.modules else "all layers as one region"
         return f"{region} by the plugin, over packed sequences; inference eager"
     by = {"local": "megatron-core", "transformer_engine": "Transformer Engine"}[options.impl]
     inference = {"none": "inference eager", "layer": "inference graphs per layer", "block": "one inference graph"}

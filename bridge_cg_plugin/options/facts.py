@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
+from ..switches import EXPERT_BOUNDS, switched_on
 from .declaration import OptionError, is_unset, parse_flag, words
 
 # What a loop other than Bridge's adds to the settings of a model: the parts that it can have on graphs.
@@ -26,6 +27,8 @@ NEMOTRON_VL = "NemotronVLModelProvider"
 # wildcards may mean those of the language model alone.
 ENCODER_LAYERS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
 
+# Experts in a region take memory that grows with the ranks that share them.
+MOST_EXPERT_RANKS = 2
 # Settings of routers and experts, and what each must be where a release has it, so that whole layers are captured.
 ROUTERS: dict[str, Any] = {
     "moe_router_force_load_balancing": False,
@@ -107,11 +110,14 @@ _READERS: dict[Callable[[str, Any], Any], tuple[str, ...]] = {
     _count: (
         *("expert_model_parallel_size", "expert_tensor_parallel_size", "pipeline_model_parallel_size"),
         *("tensor_model_parallel_size", "context_parallel_size", "mtp_num_layers"),
-        "cuda_graph_warmup_steps",
+        *("cuda_graph_warmup_steps", "recompute_num_layers"),
     ),
     _number: ("attention_dropout", "hidden_dropout", "num_moe_experts", "moe_input_jitter_eps"),
     _numbers: (LOSS,),
-    _word: ("recompute_granularity", "experimental_attention_variant", "fp8", "fp8_recipe", "fp4", "normalization"),
+    _word: (
+        *("recompute_granularity", "recompute_method", "experimental_attention_variant"),
+        *("fp8", "fp8_recipe", "fp4", "normalization"),
+    ),
     _names: ("recompute_modules", "cp_comm_type", BALANCING_TYPE),
     _targets: ("target_modules",),
     _as_it_is: (
@@ -216,6 +222,18 @@ class Facts:
     def copied_settings(self) -> bool:
         """Whether the vision encoder's layers are set up by a copy of the language model's settings."""
         return NEMOTRON_VL in self._bases
+
+    @property
+    def runs_layers_again(self) -> bool:
+        """Whether every layer runs again in the backward, one by one."""
+        found = (self["recompute_granularity"], self["recompute_method"], self["recompute_num_layers"])
+        return found == ("full", "uniform", 1)
+
+    @property
+    def shares_experts(self) -> bool:
+        """Whether so many ranks share experts that a graph has them only where a person asks for it."""
+        many = self.ranks("expert_model") > MOST_EXPERT_RANKS
+        return bool(self.moe) and many and not switched_on(EXPERT_BOUNDS, False)
 
     @property
     def deepstack(self) -> bool:

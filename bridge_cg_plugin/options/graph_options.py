@@ -77,6 +77,7 @@ class GraphOptions:
         warnings: What the user should know: deprecated spellings, options without effect, wrong gradients of
             upstream.
         chosen: What the one setting came to.
+        padded_parts: Of each layer over padded rows, where experts stay eager.
     """
 
     choice: ChoiceOptions = field(default_factory=ChoiceOptions)
@@ -85,6 +86,7 @@ class GraphOptions:
     packed: PackedOptions = field(default_factory=PackedOptions)
     warnings: tuple[str, ...] = field(default=(), compare=False)
     chosen: tuple[Part, ...] = field(default=(), compare=False)
+    padded_parts: tuple[str, ...] = field(default=(), compare=False)
 
     @property
     def enabled(self) -> bool:

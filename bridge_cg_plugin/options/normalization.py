@@ -5,8 +5,8 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ..switches import EXPERT_BOUNDS, switched_on
-from .combinations import DRIVEN_BY_BRIDGE, check_options
+from ..switches import EXPERT_BOUNDS
+from .combinations import DRIVEN_BY_BRIDGE, check_options, padded_parts
 from .declaration import GraphOptionWarning, OptionError, is_unset, parse_flag, plain
 from .facts import DELTA_NETS, Facts
 from .graph_options import (
@@ -36,8 +36,6 @@ from .vision import (
 
 VISION_IMPL, KERNELS, ATTENTION = (PROVIDER_FIELDS[name] for name in ("impl", "kernels", "attention"))
 UNTRIED = "no graphs of such layers were tried on a GPU"
-# Experts in a region take memory that grows with the ranks that share them.
-MOST_EXPERT_RANKS = 2
 MUCH_MEMORY = "experts of so many ranks take much memory in a graph; {} captures them, with {}=1 in less"
 # Settings under which parameters have no address of their own; upstream's graphs of layers were not tried with them.
 MOVES, MOVED = ("use_megatron_fsdp", "use_torch_fsdp2"), "it moves parameters, and graphs read fixed addresses"
@@ -156,6 +154,8 @@ def _language_model(facts: Facts, written: Written) -> Iterator[_Candidate]:
     else:
         unless = _many_experts(facts, f"{IMPL}=full_iteration")
         yield _Candidate(whole, "all layers as one region", unless, _prediction(facts))
+        if facts.shares_experts and facts.runs_layers_again:
+            yield _Candidate(whole, "attention and routers over padded sequences", "", _prediction(facts))
     if layers and not facts.mamba:
         per_layer = {IMPL: "transformer_engine", SCOPE: None}
         if facts.moe:
@@ -173,9 +173,9 @@ def _prediction(facts: Facts) -> str:
 
 def _many_experts(facts: Facts, captures: str) -> str:
     """Return why experts stay outside unless a person asks for them; empty where they need not."""
-    ranks = facts.ranks("expert_model")
-    if not facts.moe or ranks <= MOST_EXPERT_RANKS or switched_on(EXPERT_BOUNDS, False):
+    if not facts.shares_experts:
         return ""
+    ranks = facts.ranks("expert_model")
     return f"model.expert_model_parallel_size={ranks}: {MUCH_MEMORY.format(captures, EXPERT_BOUNDS)}"
 
 
@@ -343,13 +343,14 @@ def options_of(written: Written) -> GraphOptions:
     if vision.enabled and not vision.deepstack_gradient_allreduce:
         warnings += deepstack_warnings(facts)
     packed = PackedOptions(**PACKED.read(written.fields))
-    return GraphOptions(
+    options = GraphOptions(
         choice=ChoiceOptions(**CHOICE.read(written.fields)),
         language_model=language_model,
         vision=vision,
         packed=packed,
         warnings=warnings + _without_effect(written, vision, packed.enabled),
     )
+    return replace(options, padded_parts=padded_parts(options, facts))
 
 
 def _without_effect(written: Written, vision: VisionGraphOptions, packed: bool) -> tuple[str, ...]:

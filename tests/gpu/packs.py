@@ -67,14 +67,14 @@ def rows_of(pack, buckets=BUCKETS):
     return next(bucket for bucket in buckets if bucket >= pack.tokens)
 
 
-def assert_eagers(trained, graphs, pack, name, buckets=BUCKETS):
-    """Graphs give what eager gives on the bucket's rows, to the bit; returns what they gave."""
+def assert_eagers(trained, graphs, pack, name, buckets=BUCKETS, times=1):
+    """Graphs give what eager gives on the bucket's rows, to the bit, each replayed so often; returns what they gave."""
     with parity.eager_at(graphs, rows_of(pack, buckets)):
         runs = [trained.results(pack) for _ in range(EAGER_RUNS)]
     poison(graphs)
     before = graphs.statistics().replays
     found = trained.results(pack)
-    replays, regions = graphs.statistics().replays - before, len(graphs._regions)
+    replays, regions = graphs.statistics().replays - before, times * len(graphs._regions)
     assert replays == regions, f"{name}: {replays} replays of {regions} regions, {graphs.statistics().fallbacks}"
     assert_same(found, runs, trained.names, name)
     return found

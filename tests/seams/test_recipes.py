@@ -50,6 +50,7 @@ OFFLINE_FIELDS = {"dataset.pad_to_max_length", "dataset.offline_packing_specs.pa
 LANGUAGE_MODEL = {
     "all layers as one region": "layers",
     "all layers as one region over packed sequences": "packs",
+    "attention and routers over padded sequences": "routers",
     "attention and routers over packed sequences": "packs' attention",
     "attention, routers and preprocessing of experts": "routers",
     "attention": "attention",

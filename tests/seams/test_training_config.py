@@ -80,6 +80,20 @@ def test_upstream_is_not_asked_about_what_the_plugin_refuses(config):
         training_config._checked(lambda self: pytest.fail("upstream was called"))(config)
 
 
+def test_parts_of_layers_stay_named_while_bridge_looks_at_recompute(config):
+    again = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    language_model_graphs(config, cuda_graph_max_packed_seqs=8, cuda_graph_modules=["attn"], **again)
+    seen = []
+
+    def validate(config):
+        seen.append(config.model.cuda_graph_impl)
+        config.model.cuda_graph_modules = []  # as Bridge does where graphs are off
+
+    training_config._checked(validate)(config)
+    assert seen == ["none"]
+    assert (config.model.cuda_graph_impl, config.model.cuda_graph_modules) == ("transformer_engine", ["attn"])
+
+
 def test_full_iteration_of_a_model_that_takes_images_in_fp8(config):
     config.rerun_state_machine.check_for_nan_in_loss = False
     language_model_graphs(config, "full_iteration", cuda_graph_modules=[])

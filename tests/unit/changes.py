@@ -106,7 +106,7 @@ class Batch:
     def __len__(self) -> int:
         return len(self.x)
 
-    def of_part(self, hidden: Tensor) -> Tensor:
+    def of_part(self, hidden: Tensor, loaded: bool) -> Tensor:
         return hidden
 
 

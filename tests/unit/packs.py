@@ -171,7 +171,7 @@ def new_qwen(seed=0, layers=3, **config):
     start_single_process()
     torch.manual_seed(seed)
     made = Qwen3VLTransformerConfig(**{**settings_of(layers), **config}, mrope_section=[2, 1, 1])
-    spec = get_gpt_layer_local_spec(qk_layernorm=True, normalization="RMSNorm")
+    spec = get_gpt_layer_local_spec(num_experts=made.num_moe_experts, qk_layernorm=True, normalization="RMSNorm")
     spec.submodules.self_attention.module = Qwen3VLSelfAttention
     spec.submodules.self_attention.submodules.core_attention = CausalSegments
     return built(QwenOnCpu, made, TransformerBlockSubmodules([spec] * layers, WrappedTorchNorm))

@@ -11,6 +11,7 @@ from bridge_cg_plugin.graphs.fallback import Fallback
 from ..main_grads import reduced
 from ..tape import TapeExecutor
 from . import packed_parts, packs
+from .recomputing import recomputing_one_by_one
 from .test_gradients import DataParallel
 from .towers import forward, graphs_on, loss_of, new_tower
 
@@ -48,6 +49,14 @@ class Attention:
         return loss_of([packed_parts.losses(model, packed_parts.SMALL, seed)])
 
 
+class Again(Attention):
+    """The same, of layers that run again in the backward."""
+
+    @staticmethod
+    def new():
+        return recomputing_one_by_one(packed_parts.new_model())
+
+
 class Decoder(Attention):
     """All layers over packs as one region."""
 
@@ -76,7 +85,7 @@ class Rows(Attention):
         return loss_of([model(**{**arguments, "input_ids": tokens, "labels": tokens})])
 
 
-KINDS = pytest.mark.parametrize("kind", [Tower, Attention, Decoder, Rows])
+KINDS = pytest.mark.parametrize("kind", [Tower, Attention, Again, Decoder, Rows])
 PARALLEL = pytest.mark.parametrize("parallel", [False, True])
 
 

@@ -48,6 +48,7 @@ REGION = "all layers as one region"
 PACKED_REGION, PACKED_ROUTERS = (f"{what} over packed sequences" for what in (REGION, "attention and routers"))
 ROUTERS = "attention, routers and preprocessing of experts"
 MOE = {"num_moe_experts": 8}
+AGAIN = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 FUSED = {**MOE, "moe_router_fusion": True}
 
 
@@ -70,6 +71,12 @@ FUSED = {**MOE, "moe_router_fusion": True}
             "model.expert_model_parallel_size=4: experts of so many ranks take much memory in a graph; "
             "cuda_graph_modules=[] captures them",
         ),
+        (
+            {**MOE, "expert_model_parallel_size": 8, **AGAIN},
+            "attention and routers over padded sequences",
+            "model.expert_model_parallel_size=8: experts",
+        ),
+        ({**MOE, "expert_model_parallel_size": 8, **AGAIN, **PACK}, PACKED_ROUTERS, "model.expert_model_parallel_size"),
         ({**MOE, "expert_tensor_parallel_size": 2}, ROUTERS, "model.expert_tensor_parallel_size=2"),
         ({**MOE, "expert_tensor_parallel_size": 2, **PACK}, PACKED_ROUTERS, "model.expert_tensor_parallel_size=2"),
         (

@@ -16,14 +16,10 @@ from ..ranks import run_ranks
 from ..tape import TapeExecutor
 from . import packs
 from .dispatching import dispatching_on_cpu
+from .recomputing import FULL, let_whole_layers_be_recomputed
 from .test_expert_ranks import EP2, options_of, own_packs, rank_model
 from .towers import forward, graphs_on, new_tower, results
 
-FULL = {
-    "each layer": {"recompute_method": "uniform", "recompute_num_layers": 1},
-    "two layers": {"recompute_method": "uniform", "recompute_num_layers": 2},
-    "the first layer": {"recompute_method": "block", "recompute_num_layers": 1},
-}
 # What a layer decides by `recompute_modules` when it is made.
 SELECTIVE = {
     "core_attn": ["self_attention.checkpoint_core_attention"],
@@ -40,13 +36,6 @@ def let_parts_be_recomputed(module, model):
         for path in SELECTIVE[module]:
             owner, _, name = path.rpartition(".")
             setattr(layer.get_submodule(owner), name, True)
-
-
-def let_whole_layers_be_recomputed(model, **fields):
-    configs = {id(module.config): module.config for module in model.modules() if hasattr(module, "config")}
-    for config in configs.values():
-        vars(config).update(recompute_granularity="full", distribute_saved_activations=False, **fields)
-    return model
 
 
 def recomputing_tower(**fields):

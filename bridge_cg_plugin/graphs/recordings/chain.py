@@ -244,20 +244,28 @@ class Chain:
 
     Recordings of parts with a backward hold only with those of the same capture: one that is missing has all of them
     recorded again. Recordings without a backward leave nothing behind; each part has its own, in memory of their own.
+    Parts that run again in the backward, each behind its own forward, have the same memory in turn.
 
     Args:
         executor: Makes recordings.
         offloading: Decides where the activations of all parts are.
         in_parts: Whether it is made of parts of a module, though it may be one.
+        in_turn: Whether each part runs its backward right behind its forward.
 
     Attributes:
-        executor, offloading, in_parts: See above.
+        executor, offloading, in_parts, in_turn: See above.
         parts: In the order in which they run.
         captures: How often what has a backward was recorded.
     """
 
-    def __init__(self, executor: Executor, offloading: Offloading = NOTHING_LEAVES, in_parts: bool = False) -> None:
-        self.executor, self.offloading, self.in_parts = executor, offloading, in_parts
+    def __init__(
+        self,
+        executor: Executor,
+        offloading: Offloading = NOTHING_LEAVES,
+        in_parts: bool = False,
+        in_turn: bool = False,
+    ) -> None:
+        self.executor, self.offloading, self.in_parts, self.in_turn = executor, offloading, in_parts, in_turn
         self._slots: dict[int, ChainSlot] = {}
         self.parts: list[Part] = []
         self.captures = 0
@@ -272,7 +280,7 @@ class Chain:
     def common(self, index: int) -> ChainSlot:
         """Return what all parts have in common in a slot."""
         if index not in self._slots:
-            self._slots[index] = ChainSlot(self.executor.device, self.executor.new_memory, self.in_parts)
+            self._slots[index] = ChainSlot(self.executor.device, self.executor.new_memory, self.in_parts, self.in_turn)
         return self._slots[index]
 
     def tidy(self, part: Part) -> None:
@@ -323,7 +331,7 @@ class Chain:
 
     def asking(self, part: Part, mode: Mode) -> Part | None:
         """Return the part that is recorded alone where it asks for a mode; None where all are."""
-        return None if self.in_parts and mode.gradients else part
+        return None if self.in_parts and not self.in_turn and mode.gradients else part
 
     def record(self, index: int, places: Sequence[Place], part: Part | None, only_here: bool = False) -> None:
         """Record all parts that can be, in a slot that is free in all; what they had for the same places is dropped.

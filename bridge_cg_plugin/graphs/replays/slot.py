@@ -141,13 +141,16 @@ class Slot:
 
     @property
     def free(self) -> bool:
-        """Whether no microbatch holds the slot."""
-        return self.lease is None
+        """Whether no microbatch holds the slot, nor memory that it has in turn with others."""
+        last = self.common.last
+        return self.lease is None and (last is None or last.lease is None)
 
     def take(self) -> int:
         """Hand the slot to a microbatch; returns the number of its lease."""
         self._leases += 1
         self.lease = self._leases
+        if self.common.in_turn:
+            self.common.last = self
         self.order_after_last_use()
         return self.lease
 
@@ -171,14 +174,19 @@ class ChainSlot:
         device: Where the memory is.
         new_memory: Makes memory of recordings.
         in_parts: Whether several parts use it: recordings without a backward are in memory of their own then.
+        in_turn: Whether a part has all of it from its forward to its backward, before another runs.
 
     Attributes:
         border: Where parts have outputs and gradients, one part at a time; None leaves them with the recording.
+        last: The slot of the part that had it last, where parts have it in turn.
         last_stream: Where a part replayed last.
     """
 
-    def __init__(self, device: torch.device, new_memory: Callable[[], SlotMemory], in_parts: bool) -> None:
-        self._new_memory, self._in_parts = new_memory, in_parts
+    def __init__(
+        self, device: torch.device, new_memory: Callable[[], SlotMemory], in_parts: bool, in_turn: bool = False
+    ) -> None:
+        self._new_memory, self._in_parts, self.in_turn = new_memory, in_parts, in_turn
+        self.last: Slot | None = None
         self._memory = {True: new_memory()}
         self.border = StaticTensors(device) if in_parts else None
         self.last_stream: torch.cuda.Stream | None = None

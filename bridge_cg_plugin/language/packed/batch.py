@@ -70,13 +70,9 @@ class PackedBatch:
         rotated = 0 if self.angles is None else self.angles.shape[-1]
         return PackShape(self.tokens, self.lengths, tuple(self.offsets), rotated, (None,) * len(self.additions))
 
-    def of_part(self, hidden: Tensor) -> "PackedBatch":
+    def of_part(self, hidden: Tensor, loaded: bool) -> "PackedBatch":
         """Return the batch of a part of a layer that is called with these hidden states."""
-        return replace(self, hidden=hidden)
-
-    def once_loaded(self) -> "PackedBatch":
-        """Return the batch for parts that come after the first."""
-        return replace(self, loaded=True)
+        return replace(self, hidden=hidden, loaded=loaded)
 
 
 class PackShape(NamedTuple):

@@ -225,8 +225,8 @@ class PackedProgram(RegionProgram):
         return self._kernels(self._part.roots())
 
     def output_rows(self, batch: PackedBatch, bucket: Bucket, outputs: Sequence[Tensor]) -> tuple[int, ...]:
-        """See `RegionProgram`."""
-        return (batch.hidden.shape[0],) * len(outputs)
+        """See `RegionProgram`. A router has a row for each token of padded rows, which fill their bucket."""
+        return (batch.hidden.shape[0],) * len(outputs) if self.layout.offsets else tuple(map(len, outputs))
 
     def differentiable_inputs(self, batch: PackedBatch) -> tuple[Tensor, ...]:
         """See `RegionProgram`."""

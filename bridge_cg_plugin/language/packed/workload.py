@@ -275,8 +275,10 @@ class PackedWorkload(Workload):
 
     def _record(self) -> None:
         demand, buckets = self.demand, self._planned()
-        shared = SharedInputs(SHARED, self.manager.executor.device)
         family, parts = self.family, self.family.parts(self.modules)
+        runs_later = family.runs_later if parts[0].calls else None
+        names = SHARED if runs_later is None else (*SHARED, "hidden")  # each part has all memory in its turn
+        shared = SharedInputs(names, self.manager.executor.device)
         offloading = offloading_of(self.options, PACKED_FIELDS, self.manager)
         exact = deterministic() and self.manager.executor.device.type == "cuda"
         regions = self.manager.record(
@@ -300,6 +302,7 @@ class PackedWorkload(Workload):
             ],
             demand,
             offloading=offloading,
+            runs_later=runs_later,
         )
         self._parts = sum(bool(part.calls) for part in parts)
         regions[0].statistics.static_bytes += shared.nbytes
@@ -311,6 +314,8 @@ class PackedWorkload(Workload):
 
     @contextmanager
     def _kernels(self, part: DecoderPart, modules: Sequence[nn.Module]) -> Iterator[None]:
+        if part.calls and self.family.runs_later:
+            self.family.refuse_draws(modules)
         with ExitStack() as stack:
             stack.enter_context(self.family.kernels(modules))
             if self.options.gradient_accumulation_fusion:
@@ -323,7 +328,8 @@ class PackedWorkload(Workload):
         """See `Workload`."""
         if not self.options.enabled:
             shapes = ", ".join("{} x {}".format(*bucket.limits) for bucket in self._planned())
-            announce(f"{self.title}: all layers, sequences x tokens {shapes}; {self.manager.slots} slot(s){self._room}")
+            what = "attention and routers of all layers" if self._parts else "all layers"
+            announce(f"{self.title}: {what}, sequences x tokens {shapes}; {self.manager.slots} slot(s){self._room}")
             return
         parts = f" in {self._parts} parts of layers" if self._parts > 1 else ""
         found, documents = names_of(self.buckets or ()), self.documents

@@ -16,19 +16,20 @@ from torch import Tensor, nn
 from ...announce import warn
 from ...graphs.errors import CaptureError
 from ...graphs.fallback import Fallback
+from ...graphs.parts import RunsLater
 from ...graphs.replays.replay import want_gradients
 from ...language.experts.device import Tables
 from ...language.experts.exchange import ExpertExchange
 from ...language.packed.batch import OFFSETS, PADDED_OFFSETS, PackedBatch, pack_batch, row_batch, spread
 from ...language.packed.program import DecoderPart, RecordedPack
 from ...options import OptionError
+from ...options.facts import MOST_EXPERT_RANKS
 from ...options.language_model import IMPL, MODULES
-from ...options.normalization import MOST_EXPERT_RANKS
 from ...options.packed import MAX_PACKED_SEQS
 from ...switches import EXPERT_BOUNDS, switched_on
 from ...upstream_types import UpstreamModule
 from ..kernels.layers import core_kernels, fused_head_norms
-from ..kernels.recompute import computing_inside, known_activations
+from ..kernels.recompute import computing_inside, known_activations, refuse_draws, running_later
 from ..kernels.rotary import fused_rotary
 from ..kernels.transformer_engine import accumulating, fused_accumulation, warn_of_gradients
 from ..parallel.process_groups import expert_group, expert_shards, shared_group
@@ -266,6 +267,11 @@ class TransformerBlockFamily:
             return nullcontext()
         return needs_noted(self._routers(), exchange.holders, exchange.needs)
 
+    @property
+    def runs_later(self) -> RunsLater | None:
+        """What lets layers run again inside a context; None where upstream runs them once."""
+        return running_later if self._decoder.config.recompute_granularity == "full" else None
+
     def weights_per_token(self) -> float:
         """Return how many weights of this rank a token is multiplied with; of experts, those that it is sent to."""
         experts = [layer.mlp for layer in self._transformer if layer.is_moe_layer]
@@ -364,6 +370,7 @@ class TransformerBlockFamily:
 
     fused_accumulation = staticmethod(fused_accumulation)
     known_activations = staticmethod(known_activations)
+    refuse_draws = staticmethod(refuse_draws)
 
     @contextmanager
     def kernels(self, modules: Sequence[nn.Module]) -> Iterator[None]:

@@ -87,7 +87,8 @@ def attention_part(layer: UpstreamModule, attends: bool, routes: bool) -> Decode
     def run(pack: RecordedPack) -> tuple[Tensor, ...]:
         hidden = pack.hidden
         if attends:
-            given = {"rotary_pos_emb": pack.angles, "packed_seq_params": packed_params(pack)}
+            params = packed_params(pack) if pack.offsets else None
+            given = {"rotary_pos_emb": pack.angles, "packed_seq_params": params}
             hidden = forward(hidden_states=hidden, attention_mask=None, **given)[0]
         return (*([hidden] if attends else []), *(route(norm(hidden)) if routes else ()))
 

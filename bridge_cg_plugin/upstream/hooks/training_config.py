@@ -12,7 +12,7 @@ from typing import Any
 from ...announce import warn_once
 from ...options import SCOPE_FIELD, Facts, GraphOptions, OptionError, check_options
 from ...options.graph_options import SETTING, asks_for_packed_graphs
-from ...options.language_model import IMPL
+from ...options.language_model import IMPL, MODULES, SCOPE
 from ...options.normalization import options_of, warn_of_options, without_idle_fields
 from ...options.sources import Written
 from ..environment import check_process
@@ -108,11 +108,18 @@ def _checked(old: Callable[..., None]) -> Callable[..., None]:
 
         check_training_config(self)
         # megatron-core would take graphs of packs for its own, which keep what is to be recomputed.
-        whole = getattr(self.model, "recompute_granularity", None) == "full" and asks_for_packed_graphs(self.model)
-        with overridden(self.model, IMPL, "none") if whole else contextlib.nullcontext():
+        again = getattr(self.model, "recompute_granularity", None) == "full" and asks_for_packed_graphs(self.model)
+        with contextlib.ExitStack() as stack:
+            for name, value in {IMPL: "none", **_held(self.model, (MODULES, SCOPE))}.items() if again else ():
+                stack.enter_context(overridden(self.model, name, value))
             return old(self, *args, **kwargs)
 
     return validate
+
+
+def _held(model: Any, names: Collection[str]) -> dict[str, Any]:
+    """Return the fields of these names that a model has: Bridge empties them where graphs are off."""
+    return {name: value for name, value in vars(model).items() if name in names}
 
 
 PATCHES = (Patch(seam("config_check"), _checked),)

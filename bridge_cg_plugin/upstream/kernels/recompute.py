@@ -126,6 +126,41 @@ def recomputing(modules: Sequence[nn.Module]) -> Iterator[None]:
                 _saving.pop().__exit__()
 
 
+def running_later(within: Callable[[], AbstractContextManager[None]]) -> AbstractContextManager[None]:
+    """Return what lets that which is given to upstream's function run inside a context, now and in the backward.
+
+    Args:
+        within: Makes the context anew each time.
+    """
+
+    def checkpoint(keep_inputs_of: Callable[..., Any], function: Callable[..., Any], *args: Any) -> Any:
+        def run(*inputs: Any) -> Any:
+            with within():
+                return function(*inputs)
+
+        return keep_inputs_of(run, *args)
+
+    return _instead(checkpoint)
+
+
+@contextmanager
+def _instead(checkpoint: Callable[..., Any]) -> Iterator[None]:
+    """Have something called in place of upstream's function, with that in front of its arguments."""
+    package = importlib.import_module(PACKAGE)
+    with overridden(package, RECOMPUTE.target, partial(checkpoint, getattr(package, RECOMPUTE.target))):
+        yield
+
+
+def refuse_draws(modules: Sequence[nn.Module]) -> None:
+    """Refuse to replay modules again in the backward that would draw other random numbers there.
+
+    Raises:
+        CaptureError: Adapters have dropout.
+    """
+    if modules_where(_drops, modules):
+        raise CaptureError("layers run again in the backward, where adapters would drop others; set their dropout to 0")
+
+
 def _drops(module: nn.Module) -> bool:
     return isinstance(module, nn.Dropout) and module.training and module.p > 0
 

@@ -184,7 +184,8 @@ def _decoder_graphs(
 ) -> GraphManager:
     """Return graphs of one decoder's layers; arguments as for `decoder_helpers`."""
     drop_graphs(decoder)
-    packed, modules = _packed(options), plain(options.language_model.modules)
+    packed = _packed(options)
+    modules = options.padded_parts or plain(options.language_model.modules)
     family = TransformerBlockFamily(decoder, packed.enabled)
     family.parts(modules)  # what cannot be recorded is refused before a step is trained
     experts = None if family.exchange is None else expert_group(decoder)
