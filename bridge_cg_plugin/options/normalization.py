@@ -279,6 +279,10 @@ def deepstack_warnings(facts: Facts) -> tuple[str, ...]:
     )
 
 
+_RECOMPUTED_DEEPSTACK = (
+    "model.recompute_granularity=full: upstream gives the vision encoder's deepstack features no gradients, so eager "
+    "trains the encoder wrongly. With vision graphs they have them, in eager microbatches too"
+)
 _warned: set[str] = set()
 
 
@@ -342,6 +346,8 @@ def options_of(written: Written) -> GraphOptions:
         warnings += (f"{SCOPE_FIELD}={vision.scope[0]}: one graph holds the whole encoder, attention and MLPs",)
     if vision.enabled and not vision.deepstack_gradient_allreduce:
         warnings += deepstack_warnings(facts)
+    if vision.enabled and facts.deepstack and facts.encoder_trained and facts["recompute_granularity"] == "full":
+        warnings += (_RECOMPUTED_DEEPSTACK,)
     packed = PackedOptions(**PACKED.read(written.fields))
     options = GraphOptions(
         choice=ChoiceOptions(**CHOICE.read(written.fields)),

@@ -287,3 +287,16 @@ def test_each_condition_alone_takes_it_away(change):
 def test_adapters_are_in_the_encoder_too_whatever_is_frozen():
     assert len(warned(adapters(freeze_vision_model=True, freeze_vision_projection=True))) == 1
     assert warned(adapters(["language_model.*.linear_qkv"])) == warned(adapters(None)) == ()
+
+
+def test_recompute_that_trains_the_encoder_wrongly_is_told():
+    alone = {"tensor_model_parallel_size": 1, "recompute_granularity": "full"}
+    (text,) = warned(config(**alone))
+    assert "gives the vision encoder's deepstack features no gradients" in text
+    for change in (
+        {"vision_cuda_graph_impl": "none"},
+        {"recompute_granularity": "selective"},
+        {"vision_config": SimpleNamespace(deepstack_visual_indexes=[])},
+        {"freeze_vision_model": True, "freeze_vision_projection": True},
+    ):
+        assert warned(config(**alone | change)) == ()

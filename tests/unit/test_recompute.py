@@ -16,9 +16,10 @@ from ..ranks import run_ranks
 from ..tape import TapeExecutor
 from . import packs
 from .dispatching import dispatching_on_cpu
+from .proof_kinds import Tower, messages, proven, step
 from .recomputing import FULL, let_whole_layers_be_recomputed
 from .test_expert_ranks import EP2, options_of, own_packs, rank_model
-from .towers import forward, graphs_on, new_tower, results
+from .towers import assert_close, forward, graphs_on, new_tower, results
 
 # What a layer decides by `recompute_modules` when it is made.
 SELECTIVE = {
@@ -129,6 +130,21 @@ def replay_on_ranks():
 
 def test_experts_of_several_ranks_are_recomputed(tmp_path):
     run_ranks(2, replay_on_ranks, tmp_path, **EP2)
+
+
+@pytest.mark.usefixtures("first_proofs")
+@pytest.mark.parametrize("fields", FULL.values(), ids=FULL)
+def test_deepstack_features_get_their_gradients(fields, caplog):
+    """Eager, replayed and in proofs as without recompute; upstream's own gives their mergers none."""
+    towers = new_tower(), recomputing_tower(**fields), recomputing_tower(**fields)
+    expected, _ = step(Tower, towers[0]), step(Tower, towers[1])
+    assert towers[1].decoder.deepstack_merger_list[0].linear_fc1.weight.grad is None
+    with graphs_on(towers[2], buckets=(64,), executor=TapeExecutor()) as graphs:
+        with graphs.paused():
+            assert_close(step(Tower, towers[2]), expected)
+        for _ in range(3):
+            assert_close(step(Tower, towers[2], graphs), expected)
+        assert not messages(caplog) and all(found is not None for _, found in proven(graphs))
 
 
 def test_a_frozen_encoder_keeps_nothing_to_recompute():

@@ -18,10 +18,11 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional
 from torch.nn.modules.dropout import _DropoutNd
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
 from ...graphs.errors import CaptureError
-from ...graphs.instance import every_module, modules_where
+from ...graphs.instance import InstanceMethod, every_module, modules_where
 from ...graphs.recordings.capture import default_generator
 from ...offload.registry import View, current_registry, derive, scoped, view_of
 from ...upstream_types import UpstreamModule
@@ -99,6 +100,7 @@ def _refusal(option: str) -> CaptureError:
 RECOMPUTE, DISCARD = seam("recompute"), seam("recomputed_outputs")
 PACKAGE = RECOMPUTE.module.rpartition(".")[0]
 DISCARD_CLASS = DISCARD.target.partition(".")[0]
+LAYERS_AGAIN = "_checkpointed_forward"  # of a decoder whose layers return more than their outputs
 OF_HUGGING_FACE = "_gradient_checkpointing_func"  # in the layers of its encoders
 
 
@@ -141,6 +143,34 @@ def running_later(within: Callable[[], AbstractContextManager[None]]) -> Abstrac
         return keep_inputs_of(run, *args)
 
     return _instead(checkpoint)
+
+
+@contextmanager
+def lists_differentiated(decoder: UpstreamModule) -> Iterator[None]:
+    """Let gradients reach what a decoder's recomputed layers return in lists, which upstream's function leaves alone.
+
+    Qwen3-VL's encoder returns its deepstack features so: eager, their mergers and the layers below are trained wrongly.
+    """
+
+    def checkpoint(keep_inputs_of: Callable[..., Any], function: Callable[..., Any], *args: Any) -> Any:
+        found: list[Any] = []
+
+        def run(*inputs: Any) -> tuple[Any, ...]:
+            leaves, structure = tree_flatten(function(*inputs))
+            found[:] = [structure]
+            return tuple(leaves)
+
+        return tree_unflatten(keep_inputs_of(run, *args), found[0])
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        with _instead(checkpoint):
+            return method.original(*args, **kwargs)
+
+    method = InstanceMethod(decoder, LAYERS_AGAIN, forward)
+    try:
+        yield
+    finally:
+        method.restore()
 
 
 @contextmanager

@@ -29,7 +29,7 @@ from ...decoder.block import DEEPSTACK, TransformerBlockFamily
 from ...decoder.layers import levels
 from ...encoders.registry import FoundEncoder, find_encoders
 from ...environment import check_process
-from ...kernels.recompute import random_states
+from ...kernels.recompute import LAYERS_AGAIN, lists_differentiated, random_states
 from ...parallel.process_groups import (
     consensus_of,
     expert_group,
@@ -100,6 +100,8 @@ def encoder_helper(
     if gather is not None:
         graphs.at_detach.push(gather_without_images(holder, vision_model, gather))
     graphs.at_detach.push(early_reads(holder))
+    if hasattr(decoder := getattr(vision_model, "decoder", None), LAYERS_AGAIN):
+        graphs.at_detach.enter_context(lists_differentiated(decoder))
     return GraphHelper(graphs, options.slots, partial(microbatches_in_flight, source, num_microbatches))
 
 
