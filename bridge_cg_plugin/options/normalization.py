@@ -36,7 +36,7 @@ from .vision import (
 
 VISION_IMPL, KERNELS, ATTENTION = (PROVIDER_FIELDS[name] for name in ("impl", "kernels", "attention"))
 UNTRIED = "no graphs of such layers were tried on a GPU"
-MUCH_MEMORY = "experts of so many ranks take much memory in a graph; {} captures them, with {}=1 in less"
+MUCH_MEMORY = "experts of so many ranks take much memory in a graph"
 # Settings under which parameters have no address of their own; upstream's graphs of layers were not tried with them.
 MOVES, MOVED = ("use_megatron_fsdp", "use_torch_fsdp2"), "it moves parameters, and graphs read fixed addresses"
 NOT_FOUND = "the model has no {} that graphs support"
@@ -176,7 +176,9 @@ def _many_experts(facts: Facts, captures: str) -> str:
     if not facts.shares_experts:
         return ""
     ranks = facts.ranks("expert_model")
-    return f"model.expert_model_parallel_size={ranks}: {MUCH_MEMORY.format(captures, EXPERT_BOUNDS)}"
+    only = facts.runs_layers_again and captures.startswith(IMPL)
+    how = f"{EXPERT_BOUNDS}=1 captures them" if only else f"{captures} captures them, with {EXPERT_BOUNDS}=1 in less"
+    return f"model.expert_model_parallel_size={ranks}: {MUCH_MEMORY}; {how}"
 
 
 def _packed(facts: Facts) -> Iterator[_Candidate]:

@@ -101,7 +101,8 @@ class Answer:
         }
 
     def _on_graphs(self, line: wording.Part) -> str:
-        modules = line.name == LANGUAGE_MODEL_PART and self.options.language_model.modules
+        named = self.options.language_model.modules or self.options.padded_parts
+        modules = line.name == LANGUAGE_MODEL_PART and named
         captured = line.why.partition("; ")[0]
         return f"{line.name} in part ({captured})" if modules or self._rest(line) else line.name
 
