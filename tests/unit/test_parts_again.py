@@ -1,6 +1,7 @@
 """Parts of layers that upstream's recompute runs again in the backward: replayed both times, one layer at a time."""
 
 from contextlib import contextmanager
+from functools import partial
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from bridge_cg_plugin.upstream.hooks.helpers.constructors import checked_options
 
 from ..main_grads import hook_main_grads, reduced
 from . import packs
+from .delta_nets import new_delta_nets, stand_ins
 from .recomputing import FULL, let_whole_layers_be_recomputed, recomputing_one_by_one
 from .towers import assert_close, loss_of, poison
 
@@ -68,17 +70,29 @@ def rows(seed=0, sequences=2, tokens=96):
     return {"input_ids": ids, "position_ids": places, "attention_mask": None, "labels": ids.roll(-1, 1)}
 
 
-def test_padded_rows():
-    model, batches = packs.new_qwen(layers=2, **packs.EXPERTS | ROUTER_LOSS), [rows(seed) for seed in range(3)]
-    options = {"cuda_graph_max_packed_seqs": None, "cuda_graph_modules": PARTS, "num_microbatches": 3}
-    with packs.ON_CPU(), packs.graphs_on(model, rows(3), capture=False, **options) as graphs:
-        recomputing_one_by_one(model)
-        with graphs.paused():
-            expected = trained(model, *batches)
-        assert graphs.capture()
-        poison(graphs, float("nan"))
-        assert_close(trained(model, *batches), expected)
-        assert counts(graphs) == (2 * 2 * 3, {})
+QWENS = {
+    "attention": partial(packs.new_qwen, layers=2),
+    "a delta net": partial(new_delta_nets, qwen=True, layers=2, linear_attention_freq=2),
+}
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["padded rows", "packs"])
+@pytest.mark.parametrize("new", QWENS.values(), ids=QWENS)
+def test_qwens_layers(new, packed):
+    """Those of Qwen3-VL, and of Qwen3.5-VL with gated delta nets."""
+    batches = [packs.with_images(each, features=0) for each in PACKS] if packed else [rows(seed) for seed in range(3)]
+    options = {"cuda_graph_modules": PARTS, "num_microbatches": 3}
+    options |= {} if packed else {"cuda_graph_max_packed_seqs": None}
+    with stand_ins():
+        model = new(**packs.EXPERTS | ROUTER_LOSS)
+        with packs.graphs_on(model, batches[0], capture=False, **options) as graphs:
+            recomputing_one_by_one(model)
+            with graphs.paused():
+                expected = trained(model, *batches)
+            assert graphs.capture()
+            poison(graphs, float("nan"))
+            assert_close(trained(model, *batches), expected)
+            assert counts(graphs) == (2 * len(model.decoder.layers) * 3, {})
 
 
 def test_all_layers_have_one_memory_for_one_microbatch():
