@@ -25,6 +25,7 @@ ON_TAPE = (
     "test_packed_hybrid",
     "test_packed_offload",
     "test_packed_parts",
+    "test_parts_again",
     "test_vision",
 )
 

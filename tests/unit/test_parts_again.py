@@ -48,7 +48,6 @@ def counts(graphs):
     return graphs.statistics().replays, dict(graphs.statistics().fallbacks)
 
 
-@pytest.mark.both_executors
 @pytest.mark.parametrize("changes", [{}, ROUTER_LOSS], ids=["pure routers", "a loss of routers"])
 @pytest.mark.parametrize("modules", [["attn"], ["moe_router"], PARTS], ids="+".join)
 def test_replays_are_eagers_with_microbatches_in_flight(modules, changes):
