@@ -6,7 +6,6 @@ Tests of graphs that share memory run over pools; see `tests/pooled.py`.
 from itertools import count
 
 import pytest
-import torch
 
 from bridge_cg_plugin.graphs.proofs import schedule
 
@@ -54,13 +53,10 @@ def executor_kind(request):
 
 
 @pytest.fixture(autouse=True, scope="session")
-def states_of_the_host():
-    """Let upstream's recompute put random states of the host back: there is no GPU that has others."""
-    from megatron.core.tensor_parallel import random
+def host_states():
+    from .recomputing import states_of_the_host
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(random, "_get_all_rng_states", lambda: (torch.get_rng_state(),))
-        patch.setattr(random, "_set_all_rng_states", torch.set_rng_state)
+    with states_of_the_host():
         yield
 
 

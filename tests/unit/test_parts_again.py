@@ -7,6 +7,7 @@ import pytest
 import torch
 from megatron.bridge.peft.lora import LoRA
 from megatron.core import tensor_parallel
+from torch import distributed
 
 from bridge_cg_plugin.graphs.errors import CaptureError
 from bridge_cg_plugin.graphs.fallback import Fallback
@@ -14,9 +15,12 @@ from bridge_cg_plugin.options import OptionError
 from bridge_cg_plugin.upstream.hooks.helpers.constructors import checked_options
 
 from ..main_grads import hook_main_grads, reduced
+from ..ranks import run_ranks
 from . import packs
 from .delta_nets import new_delta_nets, stand_ins
-from .recomputing import FULL, let_whole_layers_be_recomputed, recomputing_one_by_one
+from .dispatching import dispatching_on_cpu
+from .recomputing import FULL, let_whole_layers_be_recomputed, recomputing_one_by_one, states_of_the_host
+from .test_expert_ranks import EP2, options_of, own_packs, rank_model
 from .towers import assert_close, loss_of, poison
 
 PACKS = (packs.pack((30, 180, 77)), packs.pack((300,), seed=1), packs.pack((321, 100), seed=2))
@@ -165,13 +169,34 @@ def test_adapters_that_would_drop_others_are_refused():
         pass
 
 
-@pytest.mark.parametrize("fields, modules", [*((each, PARTS) for each in FULL.values()), (FULL["each layer"], ["mlp"])])
-def test_layers_must_run_again_one_by_one(fields, modules):
-    changes = {} if modules == ["mlp"] else packs.EXPERTS
+REFUSED = {
+    "two at once": (FULL["two layers"], PARTS, packs.EXPERTS),
+    "some": (FULL["the first layer"], PARTS, packs.EXPERTS),
+    "with an MLP": (FULL["each layer"], ["mlp"], {}),
+}
+
+
+@pytest.mark.parametrize("fields, modules, changes", REFUSED.values(), ids=REFUSED)
+def test_layers_must_run_again_one_by_one(fields, modules, changes):
     model = let_whole_layers_be_recomputed(packs.new_model(**changes), **fields)
     vars(model.config).update(packs.DEFAULTS, cuda_graph_modules=modules)
-    if fields == FULL["each layer"] and modules == PARTS:
-        checked_options(model.config)
-        return
     with pytest.raises(OptionError, match=r"layers one by one \(uniform, 1\)"):
         checked_options(model.config)
+
+
+@dispatching_on_cpu()
+@packs.small_packs()
+@states_of_the_host()
+def train_on_ranks():
+    """Train on ranks that exchange tokens in both runs; the second has a pack that no bucket takes."""
+    model, batches = recomputing_one_by_one(rank_model()), own_packs(3)
+    if distributed.get_rank():
+        batches[1] = packs.pack((10,) * 8)
+    expected = trained(model, *batches)
+    with packs.graphs_on(model, batches[0], **options_of(model) | {"cuda_graph_modules": PARTS}) as graphs:
+        assert_close(trained(model, *batches), expected)
+        return list(counts(graphs))
+
+
+def test_ranks_share_experts(tmp_path):
+    assert run_ranks(2, train_on_ranks, tmp_path, **EP2) == [[12, {}], [8, {"too_many_documents": 1}]]
