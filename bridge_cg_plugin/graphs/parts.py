@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .buckets import Bucket
 from .fallback import Fallback
 from .instance import InstanceMethod
 from .program import Answer, PartCall
@@ -44,9 +45,9 @@ class Parts:
         self._batch: Any = None
         self._decided: dict[Region, Replay] = {}
         self._slot = 0
-        # Which microbatch is under way, and whose inputs all parts find in the slot.
+        # Which microbatch is under way; whose inputs all parts find in the slot, and for which bucket.
         self._mark: object = None
-        self._loaded: object = None
+        self._loaded: tuple[object, Bucket] | None = None
         self._untraced: Callable[..., tuple[Tensor, ...] | None] = torch.compiler.disable(self.replay)
 
     def install(self, region: Region, calls: Sequence[PartCall]) -> None:
@@ -151,7 +152,7 @@ class Parts:
             return self._untraced(region, eager, hidden, *args, **kwargs)
         if self._batch is None:
             return None
-        batch = self._batch.of_part(hidden, self._loaded is self._mark)
+        batch = self._batch.of_part(hidden, False)
         decided = self._decided.pop(region, None)
         if decided is not None and self._runs_later is not None:  # it runs more than once
             decided = replace(decided, gradients=decided.gradients and torch.is_grad_enabled())
@@ -162,11 +163,14 @@ class Parts:
                 region.fell_back(again, batch)
                 return None
             decided = again
+        loads = self._mark, decided.bucket
+        if self._loaded == loads:
+            batch = self._batch.of_part(hidden, True)
         proofs = region.proofs if self._runs_later is None or torch.is_grad_enabled() else None
         if proofs is not None:
             proofs.call = Pass(partial(eager, hidden, *args, **kwargs))
         outputs = decided.run(batch) if proofs is None else region.compared(proofs, decided, batch)
-        self._loaded = self._mark
+        self._loaded = loads
         return outputs
 
 

@@ -10,7 +10,7 @@ from bridge_cg_plugin.language.packed.batch import OFFSETS
 from bridge_cg_plugin.upstream.decoder.block import TransformerBlockFamily
 
 from .packed_parts import APART, on_parts
-from .packs import eager, losses_and_gradients, new_model, pack, replayed
+from .packs import ON_CPU, eager, graphs_on, losses_and_gradients, new_model, new_qwen, pack, replayed, with_images
 from .towers import assert_close
 
 LEAST_BYTES = 1024
@@ -58,6 +58,17 @@ def test_microbatches_in_flight_keep_their_offsets_apart(bare, modules, order):
             for found, right in zip(run(), expected, strict=True):
                 assert_close(found, right)
         assert not graphs.statistics().fallbacks and replayed(graphs) == 4 * len(graphs._regions)
+
+
+def test_buckets_are_planned_from_packs_with_images():
+    """Their features are added between the parts, by eager."""
+    model, batch = new_qwen(), with_images(pack((30, 180, 77)))
+    options = {"cuda_graph_modules": ["attn"], "cuda_graph_packed_buckets": "auto"}
+    with ON_CPU(), graphs_on(model, batch, batch, **options) as graphs:
+        expected = eager(model, graphs, batch)
+        found = losses_and_gradients(model, batch)
+        assert_close([found[0], *found[1]], [expected[0], *expected[1]])
+        assert replayed(graphs) == 3 and not graphs.statistics().fallbacks
 
 
 def under_autocast(forward):

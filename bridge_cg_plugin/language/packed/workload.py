@@ -131,6 +131,7 @@ class PackedWorkload(Workload):
         self.shapes: list[PackShape | JointShape] = []
         self._layouts: Counter[PackLayout] = Counter()
         self._additions = additions
+        self._adds = not family.parts(self.modules)[0].calls  # parts of layers leave that to eager
         self._parts = 0
         self._check_buckets()
         if not options.enabled:
@@ -143,7 +144,7 @@ class PackedWorkload(Workload):
         Raises:
             PackedBatchError: The offsets of the pack do not fit each other or its tokens.
         """
-        batch = self.family.read(args, kwargs, self.host.values, not self._parts)
+        batch = self.family.read(args, kwargs, self.host.values, self._adds and not self._parts)
         if isinstance(batch, PackedBatch):
             call = Call(batch, None, batch.tokens, note=batch.shape)
         else:

@@ -152,15 +152,20 @@ def lists_differentiated(decoder: UpstreamModule) -> Iterator[None]:
     Qwen3-VL's encoder returns its deepstack features so: eager, their mergers and the layers below are trained wrongly.
     """
 
-    def checkpoint(keep_inputs_of: Callable[..., Any], function: Callable[..., Any], *args: Any) -> Any:
+    def checkpoint(
+        keep_inputs_of: Callable[..., Any], function: Callable[..., Any], divides: bool, hidden: Tensor, *args: Any
+    ) -> Any:
         found: list[Any] = []
+        # Upstream's function gives parameters gradients only if an input has one: of mergers above frozen layers, none.
+        if torch.is_grad_enabled() and not hidden.requires_grad and any(p.requires_grad for p in decoder.parameters()):
+            hidden = hidden.detach().requires_grad_()
 
         def run(*inputs: Any) -> tuple[Any, ...]:
             leaves, structure = tree_flatten(function(*inputs))
             found[:] = [structure]
             return tuple(leaves)
 
-        return tree_unflatten(keep_inputs_of(run, *args), found[0])
+        return tree_unflatten(keep_inputs_of(run, divides, hidden, *args), found[0])
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         with _instead(checkpoint):
