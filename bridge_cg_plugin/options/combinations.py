@@ -147,8 +147,7 @@ def whole_moe_layers(options: GraphOptions, facts: Facts) -> str:
 
 def padded_parts(options: GraphOptions, facts: Facts) -> tuple[str, ...]:
     """Return the parts of layers that are on graphs over padded rows, where experts stay eager; none where all is."""
-    alone = padded_rows(options, facts) and facts.shares_experts and facts.runs_layers_again
-    return ("attn", "moe_router") if alone else ()
+    return ("attn", "moe_router") if padded_rows(options, facts) and facts.shares_experts else ()
 
 
 def _fp8_packs(options: GraphOptions, facts: Facts) -> str:
@@ -180,7 +179,7 @@ RECOMPUTED = frozenset(("core_attn", "mlp", "layernorm", "moe", "moe_act", "shar
 
 def _recomputes_otherwise(options: GraphOptions, facts: Facts) -> bool:
     """Whether what layers would recompute was not compared with eager, or reaches around what is captured."""
-    named = {module.name for module in options.language_model.modules}
+    named = {*padded_parts(options, facts)} or {module.name for module in options.language_model.modules}
     in_parts = bool(named) and (facts.moe or named != {"attn", "mlp"})
     # These reach around a router that is captured without its experts.
     known = RECOMPUTED - {"layernorm", "moe"} if "moe_router" in named else RECOMPUTED

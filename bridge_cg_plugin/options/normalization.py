@@ -152,9 +152,8 @@ def _language_model(facts: Facts, written: Written) -> Iterator[_Candidate]:
         unless = READS_COUNTS if facts.moe else READS_IMAGES if facts.other_tower else ""
         yield _Candidate(whole, "the whole step", unless)
     else:
-        unless = _many_experts(facts, f"{IMPL}=full_iteration")
-        yield _Candidate(whole, "all layers as one region", unless, _prediction(facts))
-        if facts.shares_experts and facts.runs_layers_again:
+        yield _Candidate(whole, "all layers as one region", _many_experts(facts), _prediction(facts))
+        if facts.shares_experts:
             yield _Candidate(whole, "attention and routers over padded sequences", "", _prediction(facts))
     if layers and not facts.mamba:
         per_layer = {IMPL: "transformer_engine", SCOPE: None}
@@ -171,13 +170,13 @@ def _prediction(facts: Facts) -> str:
     return "multi-token prediction runs eager" if facts["mtp_num_layers"] else ""
 
 
-def _many_experts(facts: Facts, captures: str) -> str:
+def _many_experts(facts: Facts, captures: str = "") -> str:
     """Return why experts stay outside unless a person asks for them; empty where they need not."""
     if not facts.shares_experts:
         return ""
     ranks = facts.ranks("expert_model")
-    only = facts.runs_layers_again and captures.startswith(IMPL)
-    how = f"{EXPERT_BOUNDS}=1 captures them" if only else f"{captures} captures them, with {EXPERT_BOUNDS}=1 in less"
+    bounds = f"{EXPERT_BOUNDS}=1"
+    how = f"{captures} captures them, with {bounds} in less" if captures else f"{bounds} captures them"
     return f"model.expert_model_parallel_size={ranks}: {MUCH_MEMORY}; {how}"
 
 

@@ -46,6 +46,7 @@ def test_off_needs_nothing_else_to_be_removed(model, said):
 DELTA_NETS = {"experimental_attention_variant": "gated_delta_net"}
 REGION = "all layers as one region"
 PACKED_REGION, PACKED_ROUTERS = (f"{what} over packed sequences" for what in (REGION, "attention and routers"))
+ROWS_ROUTERS = "attention and routers over padded sequences"
 ROUTERS = "attention, routers and preprocessing of experts"
 MOE = {"num_moe_experts": 8}
 AGAIN = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
@@ -61,9 +62,9 @@ FUSED = {**MOE, "moe_router_fusion": True}
         ({"mtp_num_layers": 1}, REGION, "multi-token prediction runs eager"),
         (
             {**MOE, "expert_model_parallel_size": 8},
-            ROUTERS,
+            ROWS_ROUTERS,
             "model.expert_model_parallel_size=8: experts of so many ranks take much memory in a graph; "
-            "cuda_graph_impl=full_iteration captures them",
+            "BRIDGE_CG_EXPERT_BOUNDS=1 captures them",
         ),
         (
             {**MOE, "expert_model_parallel_size": 4, **PACK},
@@ -71,11 +72,11 @@ FUSED = {**MOE, "moe_router_fusion": True}
             "model.expert_model_parallel_size=4: experts of so many ranks take much memory in a graph; "
             "cuda_graph_modules=[] captures them",
         ),
+        ({**MOE, "expert_model_parallel_size": 8, **AGAIN}, ROWS_ROUTERS, "model.expert_model_parallel_size=8"),
         (
-            {**MOE, "expert_model_parallel_size": 8, **AGAIN},
-            "attention and routers over padded sequences",
-            "model.expert_model_parallel_size=8: experts of so many ranks take much memory in a graph; "
-            "BRIDGE_CG_EXPERT_BOUNDS=1 captures them",
+            {**MOE, "expert_model_parallel_size": 8, **AGAIN, "recompute_num_layers": 2},
+            "eager",
+            "model.recompute_granularity='full'",
         ),
         ({**MOE, "expert_model_parallel_size": 8, **AGAIN, **PACK}, PACKED_ROUTERS, "model.expert_model_parallel_size"),
         ({**MOE, "expert_tensor_parallel_size": 2}, ROUTERS, "model.expert_tensor_parallel_size=2"),
@@ -209,7 +210,7 @@ def test_modules_of_graphs_that_a_recipe_keeps_off_are_chosen_anew(modules):
     off = {"cuda_graph_impl": "none", "vision_cuda_graph_impl": "none"}
     recipe = SimpleNamespace(**DENSE, **MOE, **off, **{modules: ["moe_router", "moe_preprocess"]})
     many = SimpleNamespace(**vars(recipe), expert_model_parallel_size=8)
-    assert [chosen(each)[1]["language model"].graphs for each in (recipe, many)] == [REGION, ROUTERS]
+    assert [chosen(each)[1]["language model"].graphs for each in (recipe, many)] == [REGION, ROWS_ROUTERS]
     written, _ = normalize(many, {"cuda_graph_modules": ["moe_router"]})
     assert [module.name for module in written.language_model.modules] == ["moe_router"]
 
