@@ -9,8 +9,8 @@ from megatron.core.pipeline_parallel.fine_grained_activation_offload import Chun
 from bridge_cg_plugin.offload import never_offload
 from bridge_cg_plugin.offload.registry import Registry, registering
 from bridge_cg_plugin.options import OptionError, graph_options
-from bridge_cg_plugin.upstream.kernels import recompute as activations
-from bridge_cg_plugin.upstream.kernels.recompute import known_activations
+from bridge_cg_plugin.upstream.kernels import transformer_engine as activations
+from bridge_cg_plugin.upstream.kernels.transformer_engine import known_activations
 from tests.unit.towers import draw, new_tower
 
 SOURCE = importlib.import_module(activations.TE_LAYERNORM_LINEAR)

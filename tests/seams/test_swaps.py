@@ -20,7 +20,7 @@ from .test_transformer_engine import Linear
 
 CONTEXTS = (
     *(rotary.fused_rotary, layers.fused_layer_kernels, layers.fused_layernorm_backward, layers.fused_head_norms),
-    *(transformer_engine.fused_accumulation, recompute.known_activations, direct_attention.direct_attention),
+    *(transformer_engine.fused_accumulation, transformer_engine.known_activations, direct_attention.direct_attention),
 )
 PRODUCTS = {"linear.general_gemm", "layernorm_linear.general_gemm"}
 PROJECTED = {"Qwen3VLSelfAttention.forward", "Qwen3VLSelfAttention.get_query_key_value_tensors"}

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from transformers.models.pixtral import modeling_pixtral as upstream
 
 from bridge_cg_plugin.options import OptionError
-from bridge_cg_plugin.upstream.kernels.recompute import _scopes
+from bridge_cg_plugin.upstream.kernels.transformer_engine import _scopes
 from bridge_cg_plugin.vision.batch import BatchError
 
 from .hugging_face_towers import (

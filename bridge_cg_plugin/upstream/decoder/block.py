@@ -29,9 +29,9 @@ from ...options.packed import MAX_PACKED_SEQS
 from ...switches import EXPERT_BOUNDS, switched_on
 from ...upstream_types import UpstreamModule
 from ..kernels.layers import core_kernels, fused_head_norms
-from ..kernels.recompute import computing_inside, known_activations, refuse_draws, running_later
+from ..kernels.recompute import computing_inside, refuse_draws, running_later
 from ..kernels.rotary import fused_rotary
-from ..kernels.transformer_engine import accumulating, fused_accumulation, warn_of_gradients
+from ..kernels.transformer_engine import accumulating, fused_accumulation, known_activations, warn_of_gradients
 from ..parallel.process_groups import expert_group, expert_shards, shared_group
 from ..seams.contract import PACKED_ROTARY
 from ..seams.own_code import foreign, foreign_function, refuse_own_code

@@ -27,7 +27,8 @@ from ...vision.grid_encoder import GridEncoder
 from ...vision.kernels.packed_attention import DTYPES, PackedSegments, packed_attention, taken_apart
 from ...vision.layout import TokenPositions, segment_offsets
 from ..kernels.layers import kernels_available
-from ..kernels.recompute import known_activations, recomputing
+from ..kernels.recompute import recomputing
+from ..kernels.transformer_engine import known_activations
 from ..seams.own_code import as_shipped
 from ..wrappers import forwards_replaced, overridden
 from .direct_attention import Locate, flash_attention_refusal, located, segment_attention_refusal

@@ -32,7 +32,7 @@ from ...vision.layout import (
     position_interpolation,
     token_positions,
 )
-from ..kernels.recompute import known_activations
+from ..kernels.transformer_engine import known_activations
 from .packed_towers import (
     TowerEncoder,
     attending,

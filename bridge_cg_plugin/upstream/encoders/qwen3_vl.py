@@ -17,9 +17,8 @@ from ...vision.grid_encoder import GridEncoder, embedded, interpolate
 from ...vision.guard import images, poisoned
 from ...vision.layout import TokenPositions, rotary_angles, segment_offsets, token_positions
 from ..kernels.layers import core_kernels, fused_layer_kernels, fused_layernorm_backward, kernels_available
-from ..kernels.recompute import known_activations
 from ..kernels.rotary import fused_rotary
-from ..kernels.transformer_engine import accumulate_from_now_on, fused_accumulation
+from ..kernels.transformer_engine import accumulate_from_now_on, fused_accumulation, known_activations
 from ..seams.own_code import as_shipped, foreign, refuse_own_code
 from ..wrappers import pack_params
 from .direct_attention import direct_attention, direct_attention_refusal, flash_attention, flash_attention_refusal

@@ -11,7 +11,8 @@ from ...graphs.program import Buffers, Call, TensorSpec
 from ...graphs.rows import write_rows
 from ...vision.batch import BatchError, EncoderBatch, HostGrids, check_device, equal_images
 from ...vision.encoder import Encoder, EncoderFamily, encoder_call
-from ..kernels.recompute import known_activations, recomputing
+from ..kernels.recompute import recomputing
+from ..kernels.transformer_engine import known_activations
 from .packed_towers import held_as, result, returns_an_object
 
 

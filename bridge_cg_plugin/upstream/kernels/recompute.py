@@ -1,11 +1,10 @@
-"""Activations of recorded work: what they are, how they are recomputed, and random states that it may draw from.
+"""How recorded work is recomputed, and random states that it may draw from.
 
 A recorded backward runs the same layers again, where upstream's settings say so. Upstream's own function can only be
 differentiated by `backward()`, which adds to `.grad`; PyTorch's computes the same in any backward.
 """
 
 import importlib
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
@@ -24,13 +23,11 @@ from torch.utils.checkpoint import checkpoint
 from ...graphs.errors import CaptureError
 from ...graphs.instance import InstanceMethod, every_module, modules_where
 from ...graphs.recordings.capture import default_generator
-from ...offload.registry import View, current_registry, derive, scoped, view_of
+from ...offload.registry import View, view_of
 from ...upstream_types import UpstreamModule
 from ..seams.registry import seam
-from ..seams.registry.engine import TE_ATTENTION, TE_LAYERNORM_LINEAR
-from ..seams.states import fits
+from ..seams.registry.engine import TE_ATTENTION
 from ..wrappers import overridden
-from .transformer_engine import in_linear_modules
 
 # Attention draws below a fork of its own, other dropout where a decoder forks around its layers.
 ATTENTION, HIDDEN = "attention_dropout", "hidden_dropout"
@@ -415,91 +412,3 @@ class WithoutOutput:
         """Take note that all who read the output have saved it."""
         _saving.pop().__exit__()
         self._held.clear()
-
-
-# Attribute of a module -> the name of what runs in it, for `vision_cuda_graph_offload`.
-SCOPES = {
-    "self_attention": "attention",
-    "self_attn": "attention",
-    "attn": "attention",
-    "attention": "attention",
-    "norm1": "layernorm",
-    "norm2": "layernorm",
-    "layer_norm1": "layernorm",
-    "layer_norm2": "layernorm",
-    "attention_norm": "layernorm",
-    "ffn_norm": "layernorm",
-    "mlp": "mlp",
-    "feed_forward": "mlp",
-    "input_layernorm": "layernorm",
-    "pre_mlp_layernorm": "layernorm",
-    "merger": "merger",
-    "deepstack_merger_list": "merger",
-}
-
-
-@contextmanager
-def known_activations(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Note, while a region of these modules is recorded, what its activations are and how they are made."""
-    with ExitStack() as stack:
-        for module, scope in _scopes(modules):
-            enter, leave = scoped(scope)
-            stack.callback(module.register_forward_pre_hook(enter).remove)
-            stack.callback(module.register_forward_hook(leave).remove)
-        owner = sys.modules.get(TE_LAYERNORM_LINEAR)
-        if owner is not None and fits("layernorm_linear_forward"):
-            stack.enter_context(in_linear_modules("general_gemm", _noting_product))
-            stack.enter_context(overridden(owner, "apply_normalization", _noting_norm(owner.apply_normalization)))
-        yield
-
-
-def _scopes(modules: Sequence[nn.Module]) -> Iterator[tuple[nn.Module, str]]:
-    layernorm_linear = sys.modules.get(TE_LAYERNORM_LINEAR)
-    for module in every_module(modules):
-        for name, scope in SCOPES.items():
-            found = module._modules.get(name)
-            for part in found if isinstance(found, nn.ModuleList) else [found]:
-                if part is not None:
-                    yield part, scope
-        if layernorm_linear is not None and isinstance(module, layernorm_linear.LayerNormLinear):
-            yield module, "layernorm"
-
-
-def _noting_norm(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Note of every normalization without quantization how its output is recomputed."""
-
-    def apply_normalization(x: Tensor, out: Any, weight: Tensor, bias: Tensor | None, *settings: Any) -> Any:
-        made = original(x, out, weight, bias, *settings)
-        if current_registry() is not None and out is None and type(made[0]) is Tensor:
-
-            def recompute(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-                rebuilt: Tensor = original(x, None, weight, bias, *settings)[0]
-                return rebuilt
-
-            derive(made[0], "layernorm", (x, weight) if bias is None else (x, weight, bias), recompute)
-        return made
-
-    return apply_normalization
-
-
-def _noting_product(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Note of every matrix product of a forward, without quantization or communication, how it is recomputed."""
-
-    def general_gemm(weight: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
-        made = original(weight, x, *args, **kwargs)
-        bias = kwargs.get("bias")
-        others = [kwargs.get(name) for name in ("quantization_params", "ub", "out", "extra_output", "gelu_in")]
-        plain = isinstance(weight, Tensor) and type(x) is Tensor and type(made[0]) is Tensor
-        if current_registry() is None or args or not plain or any(other is not None for other in others):
-            return made
-
-        settings = {name: value for name, value in kwargs.items() if name != "bias"}
-
-        def recompute(weight: Tensor, x: Tensor, bias: Tensor | None = None) -> Tensor:
-            rebuilt: Tensor = original(weight, x, bias=bias, **settings)[0]
-            return rebuilt
-
-        derive(made[0], "linear", (weight, x) if bias is None else (weight, x, bias), recompute)
-        return made
-
-    return general_gemm

@@ -21,7 +21,7 @@ from bridge_cg_plugin.graphs.fallback import Fallback
 from bridge_cg_plugin.graphs.program import Buffers, Call, TensorSpec
 from bridge_cg_plugin.graphs.rows import write_rows
 from bridge_cg_plugin.options import OptionError
-from bridge_cg_plugin.upstream.kernels.recompute import known_activations
+from bridge_cg_plugin.upstream.kernels.transformer_engine import known_activations
 from bridge_cg_plugin.upstream.wrappers import overridden
 from bridge_cg_plugin.vision.batch import GRID_DTYPES, EncoderBatch, HostGrids, check_device
 from bridge_cg_plugin.vision.encoder import Encoder, EncoderFamily, encoder_call
