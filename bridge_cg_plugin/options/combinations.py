@@ -194,6 +194,13 @@ def _takes_no_packs(options: GraphOptions, facts: Facts) -> bool:
     return facts.packed_data and any(map(options.language_model.captures, parts)) and not options.packed.enabled
 
 
+def _lengths_differ(options: GraphOptions, facts: Facts) -> bool:
+    """Whether rows keep lengths of their own: Bridge pads them to one over stages and ranks of experts alone."""
+    padded = facts.ranks("pipeline_model") > 1 or facts.ranks("expert_model") > 1 or facts.packed_data
+    ours = facts.images is not False  # in Bridge's Qwen3-VL step
+    return facts["pad_to_max_length"] is False and not padded and not ours
+
+
 def _delta_nets(options: GraphOptions, facts: Facts) -> bool:
     return bool(facts["experimental_attention_variant"] == DELTA_NETS)
 
@@ -259,6 +266,11 @@ ALLOWED: tuple[tuple[Feature, str | Feature, Mapping[str, tuple[str, str]]], ...
         _where(_language_model, lambda options, facts: not options.packed.enabled),
         "Pad sequences to seq_length.",
         {"model.variable_seq_lengths": ("false", "A graph replays the shape it was captured with")},
+    ),
+    (
+        _where(_runs("transformer_engine", "full_iteration"), _lengths_differ),
+        f"Set it, or {IMPL}=none.",
+        {"dataset.pad_to_max_length": ("true", "A graph replays the length that it was captured with")},
     ),
     (
         _where(_engine, _takes_no_packs),

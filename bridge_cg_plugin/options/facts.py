@@ -102,6 +102,7 @@ def _as_it_is(name: str, value: Any) -> Any:
 _READERS: dict[Callable[[str, Any], Any], tuple[str, ...]] = {
     parse_flag: (
         *("te_rng_tracker", "use_te_rng_tracker", "use_megatron_fsdp", "use_torch_fsdp2", "variable_seq_lengths"),
+        "pad_to_max_length",
         *("check_for_nan_in_loss", "is_hybrid_model", "multi_latent_attention", "add_qkv_bias"),
         *(*PACKING_FIELDS, "enable_offline_packing", *FP8_ATTENTION, "cpu_offloading"),
         *("sequence_parallel", "freeze_vision_model", "freeze_vision_projection", FUSION, OFFLOADS),

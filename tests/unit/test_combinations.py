@@ -1,6 +1,7 @@
 """Every combination of options that cannot work is refused, with its reason."""
 
 import re
+from functools import partial
 
 import pytest
 
@@ -11,6 +12,7 @@ from bridge_cg_plugin.options.sources import Written
 
 from .option_words import FP8, FULL, OFFLOAD, PACKED, TE, VISION, nemotron, offloading, tower_of_hugging_face
 
+one_gpus_rows = partial(tower_of_hugging_face, pad_to_max_length=False)
 WHOLE_MOE = f"{TE} {PACKED} num_moe_experts=8"
 NEEDED = ROUTERS | EXPERTS
 # What a user wrote, and the field that the refusal names.
@@ -83,6 +85,8 @@ REFUSED = [
     (f"{TE} {PACKED} cuda_graph_warmup_steps=0", "model.cuda_graph_warmup_steps"),
     (f"{TE} {PACKED} {OFFLOAD}core_attn", "fine_grained_activation_offloading"),
     (tower_of_hugging_face(cuda_graph_impl="full_iteration"), "cuda_graph_impl"),
+    (one_gpus_rows(cuda_graph_impl="transformer_engine"), "dataset.pad_to_max_length"),
+    (one_gpus_rows(vision_cuda_graph_impl="none", cuda_graph_impl="full_iteration"), "dataset.pad_to_max_length"),
     (f"{OFFLOAD}core_attn {TE}", "cuda_graph_modules"),
     (
         nemotron(fine_grained_activation_offloading=True, offload_modules=["core_attn"]),
@@ -184,6 +188,8 @@ ACCEPTED = [
     f"{OFFLOAD}core_attn,attn_proj {TE} cuda_graph_modules=attn cuda_graph_warmup_steps=3",
     f"{OFFLOAD}core_attn {FULL} fine_grained_offloading_max_inflight_offloads=1",
     tower_of_hugging_face(recompute_granularity="full"),
+    one_gpus_rows(),
+    one_gpus_rows(cuda_graph_impl="transformer_engine", pipeline_model_parallel_size=2),
     *(tower_of_hugging_face(**{name: value}) for name, value in (("fp8", "hybrid"), ("cpu_offloading", True))),
     nemotron(vision_cuda_graph_impl="none", fp8="hybrid", cpu_offloading=True),
 ]
