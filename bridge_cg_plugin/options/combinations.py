@@ -196,9 +196,10 @@ def _takes_no_packs(options: GraphOptions, facts: Facts) -> bool:
 
 def _lengths_differ(options: GraphOptions, facts: Facts) -> bool:
     """Whether rows keep lengths of their own: Bridge pads them to one over stages and ranks of experts alone."""
-    padded = facts.ranks("pipeline_model") > 1 or facts.ranks("expert_model") > 1 or facts.packed_data
+    packs = facts.packed_data or options.packed.enabled
+    padded = facts.ranks("pipeline_model") > 1 or facts.ranks("expert_model") > 1
     ours = facts.images is not False  # in Bridge's Qwen3-VL step
-    return facts["pad_to_max_length"] is False and not padded and not ours
+    return facts["pad_to_max_length"] is False and not (packs or padded or ours)
 
 
 def _delta_nets(options: GraphOptions, facts: Facts) -> bool:

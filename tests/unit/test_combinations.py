@@ -190,6 +190,7 @@ ACCEPTED = [
     tower_of_hugging_face(recompute_granularity="full"),
     one_gpus_rows(),
     one_gpus_rows(cuda_graph_impl="transformer_engine", pipeline_model_parallel_size=2),
+    one_gpus_rows(cuda_graph_impl="transformer_engine", cuda_graph_max_packed_seqs=8),
     *(tower_of_hugging_face(**{name: value}) for name, value in (("fp8", "hybrid"), ("cpu_offloading", True))),
     nemotron(vision_cuda_graph_impl="none", fp8="hybrid", cpu_offloading=True),
 ]
