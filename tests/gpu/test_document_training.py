@@ -14,6 +14,7 @@ STEPS = 8
 DETERMINISTIC = (("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0"), ("CUBLAS_WORKSPACE_CONFIG", ":4096:8"))
 ON_GRAPHS = "cuda_graph_impl=transformer_engine"
 PACKED = (ON_GRAPHS, "cuda_graph_max_packed_seqs=8", "cuda_graph_packed_strict=true")
+AGAIN = ("recompute_granularity=full", "recompute_method=uniform", "recompute_num_layers=1")
 # megatron-core's graphs of inference with one cache for all requests decode by this package's kernel alone.
 # FlashAttention-4 alone makes its name a namespace, which has no origin.
 HAS_FLASH = getattr(find_spec("flash_attn"), "origin", None) is not None
@@ -60,7 +61,20 @@ def test_training_is_as_without_graphs(trained, graphs, eager, layers):
             run("--model", "delta_nets", "--packed", "--set", *PACKED),
             run("--model", "delta_nets", "--packed"),
             id="delta_nets",
-        )
+        ),
+        pytest.param(
+            run(
+                "--model",
+                "delta_net_experts",
+                "--packed",
+                "--set",
+                *PACKED,
+                "cuda_graph_modules=attn,moe_router",
+                *AGAIN,
+            ),
+            run("--model", "delta_net_experts", "--packed", "--set", *AGAIN),
+            id="parts of delta_net_experts that run again",
+        ),
     ],
 )
 def test_packs_train_as_without_graphs(trained, graphs, eager):
