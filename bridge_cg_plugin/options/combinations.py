@@ -104,7 +104,7 @@ def _elsewhere(options: GraphOptions, facts: Facts) -> str:
 
 def padded_rows(options: GraphOptions, facts: Facts) -> str:
     """Return that layers over padded rows of a model that takes images are on graphs; empty where they are not."""
-    takes_images = facts.images or (options.vision.enabled and not facts.other_tower)
+    takes_images = facts.rows or (options.vision.enabled and not facts.other_tower)
     with_images = _full_iteration(options, facts) and takes_images
     return f"with {IMPL}=full_iteration on a model that takes images" if with_images else ""
 
@@ -198,7 +198,7 @@ def _lengths_differ(options: GraphOptions, facts: Facts) -> bool:
     """Whether rows keep lengths of their own: Bridge pads them to one over stages and ranks of experts alone."""
     packs = facts.packed_data or options.packed.enabled
     padded = facts.ranks("pipeline_model") > 1 or facts.ranks("expert_model") > 1
-    ours = facts.images is not False  # in Bridge's Qwen3-VL step
+    ours = facts.rows is not False  # pads them, too
     return facts["pad_to_max_length"] is False and not (packs or padded or ours)
 
 
@@ -284,6 +284,11 @@ ALLOWED: tuple[tuple[Feature, str | Feature, Mapping[str, tuple[str, str]]], ...
         },
     ),
     (
+        _where(_engine, lambda options, facts: facts.biases),
+        f"Set {IMPL}=full_iteration.",
+        {IMPL: ("none or full_iteration", "Its layers take pairs of biases, which megatron-core's graphs do not")},
+    ),
+    (
         _elsewhere,
         f"Set {IMPL}=none, or {MAX_PACKED_SEQS} for packs.",
         {IMPL: ("none or local", "Only Bridge's own loop drives such graphs")},
@@ -330,7 +335,7 @@ ALLOWED: tuple[tuple[Feature, str | Feature, Mapping[str, tuple[str, str]]], ...
         {RECOMPUTE: ("null", "The encoder's activations would be recomputed by two settings")},
     ),
     (
-        _where(_vision, lambda options, facts: facts.other_tower),
+        _where(_vision, lambda options, facts: facts.other_tower and not facts.rows),
         "Change either.",
         {IMPL: ("none or local or transformer_engine", "megatron-core would capture replays with the whole step")},
     ),

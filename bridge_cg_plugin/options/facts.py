@@ -23,6 +23,9 @@ QWEN3_VL = (
 IMAGE_FIELDS = ("vision_config", "thinker_config", "vision_model_type", "freeze_vision_model")
 # Nemotron Omni's provider is one of these.
 NEMOTRON_VL = "NemotronVLModelProvider"
+GEMMA3_VL = "Gemma3VLModelProvider"
+# Models with other encoders whose step makes padded rows, and whose layers were compared with eager over them.
+ROWS = (GEMMA3_VL, "GLM45VModelProvider", "Qwen25VLModelProvider", "Qwen3OmniModelProvider")
 # Layers of Qwen3-VL's encoder and its mergers. Bridge puts adapters into all that have a target's name; a target with
 # wildcards may mean those of the language model alone.
 ENCODER_LAYERS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
@@ -218,6 +221,19 @@ class Facts:
     def images(self) -> bool | None:
         """Whether the model takes images through Bridge's Qwen3-VL step."""
         return None if self.model is None else hasattr(self.model, "vision_cuda_graph_impl") and not self.other_tower
+
+    @property
+    def rows(self) -> bool | None:
+        """Whether layers over padded rows of a model that takes images are known as one region."""
+        if not self.other_tower:
+            return self.images
+        return self.biases if GEMMA3_VL in self._bases else not self._bases.isdisjoint(ROWS)
+
+    @property
+    def biases(self) -> bool:
+        """Whether layers take biases of attention that say which tokens are an image; a mask before Bridge 0.6."""
+        declared = getattr(type(self.model), "__dataclass_fields__", {}).get("is_vision_language")
+        return GEMMA3_VL in self._bases and declared is not None and not declared.init
 
     @property
     def copied_settings(self) -> bool:

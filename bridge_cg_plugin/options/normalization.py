@@ -148,7 +148,7 @@ def _language_model(facts: Facts, written: Written) -> Iterator[_Candidate]:
         yield from _packed(facts) if layers else ()
         return
     whole: dict[str, Any] = {IMPL: "full_iteration", MODULES: [], SCOPE: None}
-    if facts.other_tower or facts.images is False:
+    if facts.rows is False:
         unless = READS_COUNTS if facts.moe else READS_IMAGES if facts.other_tower else ""
         yield _Candidate(whole, "the whole step", unless)
     else:

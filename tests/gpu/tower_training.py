@@ -16,6 +16,7 @@ from megatron.bridge.training.pretrain import pretrain
 from torch.utils.data import Dataset
 
 import bridge_cg_plugin
+from bridge_cg_plugin.graphs.buckets import round_up
 from bridge_cg_plugin.upstream.hooks.recipes import helper_as_shipped
 from examples.photographs.arguments import parse
 from examples.photographs.training import RankResults, Run, merge_ranks, training_config
@@ -26,7 +27,7 @@ CAPTION = 24
 
 
 class RandomItems(Dataset):
-    """Random images, or images and sounds, each with one of a few captions, padded to a fixed length.
+    """Random images, or images and sounds, each with one of a few captions, padded.
 
     A sample is a batch of one, as collate functions of Bridge's make it.
     """
@@ -45,14 +46,16 @@ class RandomItems(Dataset):
             words = [rng.choice((7, 11)) * (word + 1) for word in range(CAPTION)]
             tokens += [*stand_ins, *words]
             counted += [0] * len(stand_ins) + [1] * CAPTION
-        padding = self.tower.length + 1 - len(tokens)
+        length = round_up(len(tokens), self.tower.unit)
+        assert length <= self.tower.length
+        padding = length + 1 - len(tokens)
         ids, mask = torch.tensor([tokens + [0] * padding]), torch.tensor([counted + [0] * padding], dtype=torch.float)
         generator = torch.Generator().manual_seed(rng.randrange(1 << 30))
         return {
             "tokens": ids[:, :-1],
             "labels": ids[:, 1:],
             "loss_mask": mask[:, 1:],
-            "position_ids": torch.arange(self.tower.length)[None],
+            "position_ids": torch.arange(length)[None],
             "attention_mask": None,
             **self.tower.inputs(items, ids[:, :-1], generator),
         }
@@ -80,8 +83,9 @@ class RandomItemsProvider(DatasetProvider):
 
 
 def graph_fields(tower: Tower) -> dict[str, Any]:
-    """Return the fields of a provider by which its encoders run on graphs, and no microbatch runs eager."""
+    """Return the fields of a provider by which its encoders run on graphs, and its language model if it can."""
     return {
+        "cuda_graph_impl": "full_iteration" if tower.rows else "none",
         "vision_cuda_graph_impl": "transformer_engine",
         "vision_cuda_graph_buckets": list(tower.buckets),
         "vision_cuda_graph_strict": True,
@@ -98,6 +102,7 @@ def train_words(words: Sequence[str]) -> None:
     provider = tower.provider()
     for name, value in (graph_fields(tower) if args.train == "graphs" else {}).items():
         setattr(provider, name, value)
+    config.rerun_state_machine.check_for_nan_in_loss = provider.cuda_graph_impl != "full_iteration"
     config = dataclasses.replace(
         config,
         model=provider,

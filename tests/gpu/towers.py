@@ -10,6 +10,7 @@ from unittest import mock
 import torch
 from megatron.bridge.models.gemma_vl.gemma3_vl_provider import Gemma3VLModelProvider
 from megatron.bridge.models.gemma_vl.modeling_gemma3_vl import Gemma3VLMultimodalProjectorConfig
+from megatron.bridge.models.glm_vl.glm_45v_provider import GLM45VModelProvider
 from megatron.bridge.models.nemotron_omni.nemotron_omni_provider import NemotronOmniModelProvider
 from megatron.bridge.models.nemotron_vl.nemotron_vl_provider import NemotronVLModelProvider
 from megatron.bridge.models.qwen_omni import qwen3_omni_step
@@ -22,6 +23,7 @@ from megatron.core.models.vision.radio import RADIOViTModel
 from megatron.core.transformer.enums import AttnBackend
 from torch import Tensor
 from transformers import SiglipVisionConfig
+from transformers.models.glm4v.configuration_glm4v import Glm4vVisionConfig
 from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLVisionConfig
 from transformers.models.qwen3_omni_moe.configuration_qwen3_omni_moe import Qwen3OmniMoeThinkerConfig
 
@@ -36,6 +38,9 @@ SIZES = ((28, 28), (20, 34), (32, 32))
 # Patches of one image, and of two.
 PATCH_BUCKETS = (1024, 1536, 2048)
 
+# Values of a patch of 14 x 14 pixels, of two frames.
+WINDOW_PATCH = 3 * 2 * 14 * 14
+
 type Inputs = dict[str, Any]
 
 
@@ -49,7 +54,9 @@ class Tower:
         draw: Draws the items of a sample, each of which a caption follows.
         placeholders: Returns the tokens that stand for an item.
         inputs: Returns what a batch has besides tokens, from its items, its tokens `[1, length]` and a generator.
-        length: Tokens of a sample.
+        length: Most tokens of a sample.
+        unit: What a sample's tokens are padded to a multiple of, as Bridge's collate functions do.
+        rows: Whether the language model's layers run on graphs, too.
         forward_step: Bridge's.
         encoders: That are called in every microbatch and have graphs.
         changed: Entered before the model is built.
@@ -62,6 +69,8 @@ class Tower:
     placeholders: Callable[[Any], list[int]]
     inputs: Callable[[list[Any], Tensor, torch.Generator], Inputs]
     length: int = SEQUENCE
+    unit: int = 128
+    rows: bool = True
     forward_step: Callable[..., Any] = vlm_step.forward_step
     encoders: int = 1
     changed: Callable[[], AbstractContextManager[Any]] = nullcontext
@@ -142,7 +151,35 @@ def qwen25_vl() -> Qwen25VLModelProvider:
     )
 
 
-QWEN25_VL = Tower(qwen25_vl, PATCH_BUCKETS, one_or_two(SIZES), image_tokens, patch_inputs(3 * 2 * 14 * 14))
+QWEN25_VL = Tower(qwen25_vl, PATCH_BUCKETS, one_or_two(SIZES), image_tokens, patch_inputs(WINDOW_PATCH))
+
+
+def glm45v() -> GLM45VModelProvider:
+    """GLM-4.5V: Hugging Face's tower; a language model with experts behind its first layer."""
+    return GLM45VModelProvider(
+        **language_model(),
+        **FEW_EXPERTS,
+        moe_layer_freq=[0, 1],
+        moe_shared_expert_intermediate_size=WIDTH,
+        moe_shared_expert_overlap=False,
+        mtp_num_layers=None,
+        image_token_id=IMAGE,
+        image_start_token_id=START,
+        image_end_token_id=END,
+        vision_config=Glm4vVisionConfig(depth=LAYERS, out_hidden_size=WIDTH, intermediate_size=10944),
+    )
+
+
+def patches_and_kinds(images: list[tuple[int, int]], tokens: Tensor, generator: torch.Generator) -> Inputs:
+    """Draw images; the model takes positions from which tokens are theirs."""
+    inputs = patch_inputs(WINDOW_PATCH)(images, tokens, generator)
+    inputs["visual_inputs"].mm_token_type_ids = (tokens == IMAGE).long()
+    return inputs
+
+
+GLM45V = Tower(
+    glm45v, PATCH_BUCKETS, one_or_two(SIZES), image_tokens, patches_and_kinds, eager_runs=EAGER_RUNS_WITH_EXPERTS
+)
 
 
 QWEN3_PATCH, MEL = 3 * 2 * 16 * 16, 128
@@ -304,6 +341,7 @@ NEMOTRON_VL = Tower(
     one_token,
     tiles,
     length=TEXT_LENGTH,
+    rows=False,
     forward_step=llava_step.forward_step,
     changed=few_layers,
 )
@@ -354,6 +392,7 @@ NEMOTRON_OMNI = Tower(
     omni_token,
     patches_of_images,
     length=TEXT_LENGTH,
+    rows=False,
     forward_step=nemotron_omni_step.forward_step,
     changed=few_layers,
 )
@@ -361,6 +400,7 @@ NEMOTRON_OMNI = Tower(
 
 TOWERS = {
     "qwen25_vl": QWEN25_VL,
+    "glm45v": GLM45V,
     "qwen3_omni": QWEN3_OMNI,
     "gemma3_vl": GEMMA3_VL,
     "nemotron_vl": NEMOTRON_VL,

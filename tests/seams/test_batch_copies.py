@@ -236,7 +236,7 @@ def fake_step(device="meta"):
     return get_batch_from_iterator
 
 
-@pytest.mark.parametrize("patch", PATCHES[:-1], ids=lambda p: p.name)
+@pytest.mark.parametrize("patch", [p for p in PATCHES if p.name.startswith("host_")], ids=lambda p: p.name)
 def test_the_wrapped_step_remembers_what_it_moved(patch):
     step = patch.make(fake_step())
     given = batch(image_grid_thw=GRID, video_grid_thw=VIDEO, image_sizes=torch.tensor([[56, 84], [28, 56]]))

@@ -329,11 +329,9 @@ def test_every_recipe_with_graphs_names_the_nearest_that_was_measured(stands_in)
 # What the documentation says of a language model, and what `explain` does.
 DOCUMENTED = {
     "packs": r"language model\.$",
-    "layers": "all layers as one region by the plugin",
-    "each layer alone": "per-layer graphs of whole layers by Transformer Engine",
-    "routers": "per-layer graphs of attention, the MoE router and MoE preprocessing",
+    "layers": r"(language model\.$|all layers as one region by the plugin)",
+    "routers": "attention and the MoE router of every layer, each a region by the plugin",
     "eager: Mamba beside images": "language model eager",
-    "eager: lengths vary": r"language model eager: .*dataset\.pad_to_max_length=False",
     "eager or not known": "language model (eager|not known)",
     "": "Bridge refuses it",
 }

@@ -10,7 +10,7 @@ from megatron.core.transformer import cuda_graphs, transformer_layer
 
 import bridge_cg_plugin
 from bridge_cg_plugin.options import OptionError
-from bridge_cg_plugin.upstream.hooks import qwen3_vl as language_model
+from bridge_cg_plugin.upstream.hooks import batches
 from bridge_cg_plugin.upstream.hooks.batches import TOKENS
 from bridge_cg_plugin.upstream.seams.registry.bridge import MODEL, VISION_CONFIG
 
@@ -97,7 +97,7 @@ def batch(length):
     ],
 )
 def test_sequences_are_padded_where_graphs_replay_some_lengths(active, impl, packs, longest, expected):
-    padding = language_model._at_fixed_length(lambda iterator, cfg, **_: batch(20))
+    padding = batches._at_fixed_length(lambda iterator, cfg, **_: batch(20))
     model = SimpleNamespace(cuda_graph_impl=impl, seq_length=longest, cuda_graph_max_packed_seqs=packs)
     config = SimpleNamespace(model=model)
     tokens, labels, loss_mask, _, _, images = padding(None, config, is_first_pp_stage=True)
@@ -109,17 +109,17 @@ def test_sequences_are_padded_where_graphs_replay_some_lengths(active, impl, pac
 
 def test_a_sequence_above_the_length_is_refused(active):
     with pytest.raises(OptionError, match=r"model\.seq_length=16: it must be at least 20"):
-        language_model.padded(batch(20), (8, 16))
+        batches.padded(batch(20), (8, 16))
 
 
 def test_padded_tokens_stay_known_on_the_host(active):
     host, others = torch.arange(40).view(2, 20), batch(20)[1:]
     tokens = host.to("meta")
     TOKENS.remember(tokens, host)
-    padded = language_model.padded((tokens, *others), (SEQUENCE,))[0]
+    padded = batches.padded((tokens, *others), (SEQUENCE,))[0]
     assert padded.device.type == "meta"
-    assert TOKENS.known(padded).equal(language_model.padded((host, *others), (SEQUENCE,))[0])
-    unknown = language_model.padded((host.to("meta"), *others), (SEQUENCE,))[0]
+    assert TOKENS.known(padded).equal(batches.padded((host, *others), (SEQUENCE,))[0])
+    unknown = batches.padded((host.to("meta"), *others), (SEQUENCE,))[0]
     assert TOKENS.known(unknown) is None
 
 

@@ -210,6 +210,8 @@ def build_gemma3_vl(seed: int = 0, **changes) -> nn.Module:
     spec = copy.deepcopy(language_layers())
     spec.submodules.self_attention.module = gemma3_provider.Gemma3SelfAttention
     local = {"transformer_layer_spec": spec, "qk_layernorm": False, "layernorm_zero_centered_gamma": False}
+    # A layer that sees little, and one that sees all.
+    local |= {"interleaved_attn_pattern": (1, 1), "window_size": 16}
     fields = {**local, "vision_config": vision, "vision_projector_config": projector, **changes}
     return _build(Gemma3VLModelProvider, seed, **fields)
 

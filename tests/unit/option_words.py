@@ -1,5 +1,6 @@
 """What users write, in short, and stand-ins of providers, for tests of options that go together or not."""
 
+from dataclasses import field, make_dataclass
 from types import SimpleNamespace
 
 TE, FULL = (f"cuda_graph_impl={impl}" for impl in ("transformer_engine", "full_iteration"))
@@ -16,11 +17,18 @@ def told(facts):
     return repr((derived, sorted(name for name, value in facts.settings.items() if value is True)))
 
 
-def tower_of_hugging_face(**fields):
+def tower_of_hugging_face(name="Qwen25VLModelProvider", **fields):
     """Return the provider of a model whose vision tower is Hugging Face's, with vision graphs on."""
-    module = "megatron.bridge.models.qwen_vl.qwen25_vl_provider"
-    kind = type("Qwen25VLModelProvider", (SimpleNamespace,), {"__module__": module})
+    kind = type(name, (SimpleNamespace,), {"__module__": "megatron.bridge.models.qwen_vl.qwen25_vl_provider"})
     return kind(**{"vision_cuda_graph_impl": "transformer_engine", "cuda_graph_impl": "none", **fields})
+
+
+def gemma3(**fields):
+    """Return the provider of a model whose layers take biases of attention."""
+    declared = [("is_vision_language", bool, field(default=True, init=False)), ("freeze_vision_model", bool, False)]
+    kind = make_dataclass("Gemma3VLModelProvider", [*declared, *((name, object) for name in fields)], kw_only=True)
+    kind.__module__ = "megatron.bridge.models.gemma_vl.gemma3_vl_provider"
+    return kind(**fields)
 
 
 def nemotron(**fields):

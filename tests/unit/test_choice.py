@@ -10,6 +10,8 @@ from bridge_cg_plugin.options import LanguageModelGraphOptions, OptionError, gra
 from bridge_cg_plugin.options.normalization import _warned
 from bridge_cg_plugin.switches import EXPERT_BOUNDS
 
+from .option_words import gemma3, tower_of_hugging_face
+
 DENSE = {"cuda_graphs": "fastest", "recompute_granularity": None, "attention_dropout": 0.0, "hidden_dropout": 0.0}
 PACK = {"pack_sequences_in_batch": True}
 PACKED = {**DENSE, **PACK}
@@ -124,6 +126,22 @@ def test_the_language_model_is_one_region_where_it_can_be_and_else_less_with_its
     part = parts["language model"]
     assert part.graphs == graphs and part.why.startswith(why) and bool(part.why) == bool(why)
     assert options.vision.enabled and options.packed.enabled == ("packed" in graphs)
+
+
+@pytest.mark.parametrize(
+    "make, settings, graphs",
+    [
+        (tower_of_hugging_face, {}, REGION),
+        (gemma3, {}, REGION),
+        (tower_of_hugging_face, {**MOE, "expert_model_parallel_size": 4, **AGAIN}, ROWS_ROUTERS),
+        (gemma3, {"context_parallel_size": 2}, "eager"),
+    ],
+)
+def test_layers_over_rows_of_a_model_around_another_encoder_are_one_region(make, settings, graphs):
+    unpadded = {"vision_cuda_graph_impl": "none", "cuda_graph_impl": "none", "pad_to_max_length": False}
+    options, parts = chosen(make(**{**unpadded, **DENSE, **settings}))
+    assert parts["language model"].graphs == graphs
+    assert options.language_model.impl == ("none" if graphs == "eager" else "full_iteration")
 
 
 @pytest.mark.parametrize("sharded", ["use_megatron_fsdp", "use_torch_fsdp2"])

@@ -10,9 +10,21 @@ from bridge_cg_plugin.options.combinations import ALLOWED, refusals
 from bridge_cg_plugin.options.facts import EXPERTS, LOOP_PARTS, OFFLOADS, ROUTERS
 from bridge_cg_plugin.options.sources import Written
 
-from .option_words import FP8, FULL, OFFLOAD, PACKED, TE, VISION, nemotron, offloading, tower_of_hugging_face
+from .option_words import (
+    FP8,
+    FULL,
+    OFFLOAD,
+    PACKED,
+    TE,
+    VISION,
+    gemma3,
+    nemotron,
+    offloading,
+    tower_of_hugging_face,
+)
 
-one_gpus_rows = partial(tower_of_hugging_face, pad_to_max_length=False)
+other_tower = partial(tower_of_hugging_face, "Ministral3ModelProvider")
+one_gpus_rows = partial(other_tower, pad_to_max_length=False)
 WHOLE_MOE = f"{TE} {PACKED} num_moe_experts=8"
 NEEDED = ROUTERS | EXPERTS
 # What a user wrote, and the field that the refusal names.
@@ -84,7 +96,8 @@ REFUSED = [
     (f"{TE} {PACKED} ddp.use_megatron_fsdp=true", "ddp.use_megatron_fsdp"),
     (f"{TE} {PACKED} cuda_graph_warmup_steps=0", "model.cuda_graph_warmup_steps"),
     (f"{TE} {PACKED} {OFFLOAD}core_attn", "fine_grained_activation_offloading"),
-    (tower_of_hugging_face(cuda_graph_impl="full_iteration"), "cuda_graph_impl"),
+    (other_tower(cuda_graph_impl="full_iteration"), "cuda_graph_impl"),
+    (gemma3(cuda_graph_impl="transformer_engine"), "cuda_graph_impl"),
     (one_gpus_rows(cuda_graph_impl="transformer_engine"), "dataset.pad_to_max_length"),
     (one_gpus_rows(vision_cuda_graph_impl="none", cuda_graph_impl="full_iteration"), "dataset.pad_to_max_length"),
     (f"{OFFLOAD}core_attn {TE}", "cuda_graph_modules"),

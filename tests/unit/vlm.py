@@ -58,7 +58,7 @@ class CausalAttention(nn.Module):
     def __init__(self, config, *unused, **unused_too) -> None:
         super().__init__()
 
-    def forward(self, query, key, value, attention_mask=None, **unused):
+    def forward(self, query, key, value, attention_mask=None, attention_bias=None, **unused):
         sequence, batch = query.shape[:2]
         heads = [t.permute(1, 2, 0, 3) for t in (query, key, value)]
         if heads[1].shape[1] != heads[0].shape[1]:
@@ -67,6 +67,8 @@ class CausalAttention(nn.Module):
         keep = torch.ones(sequence, sequence, dtype=torch.bool).tril()
         if attention_mask is not None:
             keep = keep & ~attention_mask
+        if attention_bias is not None:  # says all that a token may see
+            keep = attention_bias
         context = functional.scaled_dot_product_attention(*heads, attn_mask=keep)
         return context.permute(2, 0, 1, 3).reshape(sequence, batch, -1)
 

@@ -41,6 +41,7 @@ class PackedBatch:
         loaded: Whether a part of the layers has written everything but the hidden states to where all parts read it.
         joint: The shapes of all ranks that must use the same bucket; None where all of them have this pack.
         filled: Whether queries and keys have the same documents, which fill the pack.
+        biases: Of attention, each `[rows, 1, tokens of each, tokens of each]`, of the hidden states' dtype.
     """
 
     hidden: Tensor
@@ -53,6 +54,7 @@ class PackedBatch:
     loaded: bool = False
     joint: "JointShape | None" = None
     filled: bool = False
+    biases: tuple[Tensor, ...] = ()
 
     @property
     def shape(self) -> "PackShape | JointShape":
@@ -68,7 +70,8 @@ class PackedBatch:
     def own_shape(self) -> "PackShape":
         """The shape of this rank's pack."""
         rotated = 0 if self.angles is None else self.angles.shape[-1]
-        return PackShape(self.tokens, self.lengths, tuple(self.offsets), rotated, (None,) * len(self.additions))
+        additions = (None,) * len(self.additions)
+        return PackShape(self.tokens, self.lengths, tuple(self.offsets), rotated, additions, len(self.biases))
 
     def of_part(self, hidden: Tensor, loaded: bool) -> "PackedBatch":
         """Return the batch of a part of a layer that is called with these hidden states."""
@@ -81,6 +84,7 @@ class PackShape(NamedTuple):
     Attributes:
         layout: Which offsets the pack has.
         rotated: Width of a row of rotary angles, 0 without rotation.
+        biases: How many of attention there are.
     """
 
     tokens: int
@@ -88,6 +92,7 @@ class PackShape(NamedTuple):
     layout: tuple[str, ...]
     rotated: int
     additions: tuple[None, ...]
+    biases: int = 0
 
     @property
     def each(self) -> "tuple[PackShape, ...]":

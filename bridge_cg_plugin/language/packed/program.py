@@ -35,6 +35,7 @@ class RecordedPack:
         used: `[1]` int32, how many of this rank's tokens are no padding; None where no layer asks.
         unchanged: `[1]` float32, 1 where weights are as they were quantized last; None where none are quantized.
         overflow: `[1]` int32, counted up where experts have too little room; None where they have room for all.
+        biases: Of attention, each `[rows, 1, tokens of each, tokens of each]`.
     """
 
     hidden: Tensor
@@ -45,6 +46,7 @@ class RecordedPack:
     used: Tensor | None = None
     unchanged: Tensor | None = None
     overflow: Tensor | None = None
+    biases: Sequence[Tensor] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,12 +86,14 @@ class PackLayout(NamedTuple):
         offsets: Names of the `cu_seqlens` that a batch has; none of padded rows.
         rotated: Width of a row of rotary angles; 0 where nothing is rotated.
         width, dtype: Of the hidden states.
+        biases: How many of attention there are.
     """
 
     offsets: tuple[str, ...]
     rotated: int
     width: int
     dtype: torch.dtype
+    biases: int = 0
 
 
 class PackedProgram(RegionProgram):
@@ -119,6 +123,7 @@ class PackedProgram(RegionProgram):
     ) -> None:
         self.name, self.layout, self._family = part.name, layout, family
         self._additions = tuple(f"addition_{index}" for index in range(additions))
+        self._biases = tuple(f"bias_{index}" for index in range(layout.biases))
         self._part, self._exact_below, self._kernels = part, exact_below, kernels
 
     def modules(self) -> Sequence[nn.Module]:
@@ -129,14 +134,16 @@ class PackedProgram(RegionProgram):
         """See `RegionProgram`."""
         documents, layout, family = bucket.limits[0], self.layout, self._family
         sequences = 1 if layout.offsets else bucket.limits[0]
-        tokens = bucket.tokens // (sequences * family.shards * family.ranks)
+        each = bucket.tokens // sequences
+        tokens = each // (family.shards * family.ranks)
         rows = TensorSpec((tokens, sequences, layout.width), layout.dtype, differentiable=True)
         bounded = getattr(family.exchange, "bounds", None) is not None
         count = documents + 1 + (family.ranks > 1)
         return {
             "hidden": rows,
             **dict.fromkeys(self._additions, rows),
-            **self._angle_specs(bucket.tokens // sequences, sequences),
+            **dict.fromkeys(self._biases, TensorSpec((sequences, 1, each, each), layout.dtype)),
+            **self._angle_specs(each, sequences),
             **{name: TensorSpec((count,), torch.int32) for name in layout.offsets},
             **({OVERFLOW: TensorSpec((1,), torch.int32)} if bounded else {}),
             **({"used": TensorSpec((1,), torch.int32)} if self._part.counted else {}),
@@ -150,8 +157,8 @@ class PackedProgram(RegionProgram):
 
     def _refuse_shape(self, shape: PackShape, bucket: Bucket) -> Fallback | None:
         layout = self.layout
-        known = shape.layout == layout.offsets and shape.rotated == layout.rotated
-        if not known or len(shape.additions) > len(self._additions):
+        found, known = (shape.layout, shape.rotated, shape.biases), (layout.offsets, layout.rotated, layout.biases)
+        if found != known or len(shape.additions) > len(self._additions):
             return Fallback.OTHER_LAYOUT
         if not layout.offsets:
             return None if shape.rows == bucket else Fallback.OTHER_SHAPES
@@ -176,6 +183,8 @@ class PackedProgram(RegionProgram):
             return
         for name, rows in zip(self._additions, self._padded_additions(batch), strict=True):
             _load_rows(buffers[name], rows.detach())
+        for name, bias in zip(self._biases, batch.biases, strict=True):
+            buffers[name].copy_(bias)
         if self._part.counted:
             buffers["used"].fill_(batch.hidden.shape[0] * batch.hidden.shape[1])
         if batch.angles is not None:
@@ -196,7 +205,8 @@ class PackedProgram(RegionProgram):
 
     def load_example(self, buffers: Buffers, bucket: Bucket) -> None:
         """See `RegionProgram`."""
-        for name in ("hidden", *self._additions, *(("angles", "by_place") if self.layout.rotated else ())):
+        angles = ("angles", "by_place") if self.layout.rotated else ()
+        for name in ("hidden", *self._additions, *self._biases, *angles):
             buffers[name].zero_()
         if self._part.counted:
             buffers["used"].fill_(buffers["hidden"].shape[0] * buffers["hidden"].shape[1])
@@ -217,8 +227,11 @@ class PackedProgram(RegionProgram):
             physical = offsets[self._physical[0]]
             angles = token_angles(angles, buffers["by_place"], physical, self._family.ranks, self._family.rank)
         additions = [buffers[name] for name in self._additions]
-        optional = map(buffers.get, ("used", UNCHANGED, OVERFLOW))
-        return self._part.run(RecordedPack(buffers["hidden"], angles, offsets, bucket.limits[1], additions, *optional))
+        biases = [buffers[name] for name in self._biases]
+        used, unchanged, overflow = map(buffers.get, ("used", UNCHANGED, OVERFLOW))
+        hidden, longest = buffers["hidden"], bucket.limits[1]
+        pack = RecordedPack(hidden, angles, offsets, longest, additions, used, unchanged, overflow, biases)
+        return self._part.run(pack)
 
     def recording(self) -> AbstractContextManager[None]:
         """See `RegionProgram`."""

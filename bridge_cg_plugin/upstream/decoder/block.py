@@ -37,6 +37,7 @@ from ..seams.contract import PACKED_ROTARY
 from ..seams.own_code import foreign, foreign_function, refuse_own_code
 from ..seams.registry import seam
 from ..seams.registry.bridge import ATTENTION as QWEN_ATTENTION
+from ..seams.registry.bridge import GEMMA3
 from ..wrappers import MAX_SEQLENS, overridden
 from .experts import CapturedExperts, needs_noted, statistics_kept, statistics_of
 from .fp8 import (
@@ -70,7 +71,8 @@ from .layers import (
 DENSE_PARTS = ("attn", "mlp")
 ROTARY, POSITIONS = seam("packed_rotary"), seam("packed_rotary_positions")
 VISUAL = ("visual_pos_masks", "deepstack_visual_embeds")
-READ = ("hidden_states", "rotary_pos_emb", "packed_seq_params", *VISUAL)
+BIASES = "attention_bias"
+READ = ("hidden_states", "rotary_pos_emb", "packed_seq_params", BIASES, *VISUAL)
 DEEPSTACK = seam("packed_deepstack").target.rpartition(".")[2]
 # A packed call carries none or a stand-in; attention goes by the offsets.
 WITHOUT_EFFECT = ("attention_mask",)
@@ -119,6 +121,7 @@ class TransformerBlockFamily:
         for layer in decoder.layers:
             _check_layer(layer, packs)
         self.per_position = not any(_is_qwen(layer) for layer in self._transformer)
+        self._biased = any(map(_is_gemma3, self._transformer))
         self._delta_nets = any(is_delta_net(layer.self_attention) for layer in self._transformer)
         self._chunks = PackChunks()
 
@@ -163,7 +166,11 @@ class TransformerBlockFamily:
         if (params is not None and params.qkv_format == "thd") is not self._packs:
             return Fallback.UNPACKED_BATCH if self._packs else Fallback.CALL_ARGUMENTS
         hidden = kwargs.get("hidden_states") if self._decoder.pre_process else self._decoder.input_tensor
-        if args or not isinstance(hidden, Tensor) or not self._is_usual(hidden, kwargs):
+        if args or not isinstance(hidden, Tensor):
+            return Fallback.CALL_ARGUMENTS
+        if self._biased:
+            kwargs = _with_one_table(kwargs, hidden.shape[1])
+        if not self._is_usual(hidden, kwargs):
             return Fallback.CALL_ARGUMENTS
         # Those of tokens that other ranks hold are among them.
         tokens = hidden.shape[0] * self.shards * self.ranks
@@ -173,6 +180,7 @@ class TransformerBlockFamily:
         if want_gradients((angles,)):
             return Fallback.INPUT_GRADIENTS
         batch = self._pack(hidden, angles, params, host) if self._packs else row_batch(hidden, angles, self.shards)
+        batch = replace(batch, biases=tuple(kwargs.get(BIASES) or ()))
         if angles is not None and batch.by_place and angles.shape[0] < sum(batch.lengths):
             return Fallback.CALL_ARGUMENTS  # upstream repeats the last angles
         # Upstream's gated delta nets refuse others in words of their own.
@@ -193,6 +201,10 @@ class TransformerBlockFamily:
         if hidden.dim() != 3 or (self._packs and hidden.shape[1] != 1):
             return False
         if not self._rotates(kwargs.get("rotary_pos_emb"), hidden):
+            return False
+        square = (hidden.shape[1], 1, *[hidden.shape[0] * self.shards] * 2)
+        biases = kwargs.get(BIASES)
+        if (biases is not None) != self._biased or any(bias.shape != square for bias in biases or ()):
             return False
         visual = self._visual(kwargs)
         if visual is not None and self._packs and self.shards > 1:  # not compared with eager
@@ -338,16 +350,19 @@ class TransformerBlockFamily:
             yield mlp_part(layer)
 
     def _run_block(self, pack: RecordedPack) -> tuple[Tensor]:
-        visual = dict(zip(VISUAL, (None, pack.additions), strict=True)) if pack.additions else {}
+        more: dict[str, Any] = dict(zip(VISUAL, (None, pack.additions), strict=True)) if pack.additions else {}
+        angles = pack.angles
+        if self._biased and angles is not None:
+            more[BIASES], angles = tuple(pack.biases), _two_tables(angles)
         indexed = pack.hidden.shape[0] * self.shards * self.ranks if self._mamba else 0
         params = packed_params(pack, indexed) if pack.offsets else None
         with computing_inside(partial(self._computing, pack)):
             output = self._forward(
                 hidden_states=pack.hidden,
                 attention_mask=None,
-                rotary_pos_emb=pack.angles,
+                rotary_pos_emb=angles,
                 packed_seq_params=params,
-                **visual,
+                **more,
             )
         if pack.overflow is not None and self.exchange is not None:
             self.exchange.agree(pack.overflow)
@@ -447,6 +462,24 @@ def _is_qwen(layer: UpstreamModule) -> bool:
     return isinstance(layer.self_attention, getattr(sys.modules.get(QWEN_ATTENTION), "Qwen3VLSelfAttention", ()))
 
 
+def _is_gemma3(layer: UpstreamModule) -> bool:
+    """Whether a layer has Gemma 3's attention: each takes one of two tables of angles and one of two biases."""
+    return isinstance(layer.self_attention, getattr(sys.modules.get(GEMMA3), "Gemma3SelfAttention", ()))
+
+
+def _with_one_table(kwargs: Mapping[str, Any], rows: int) -> Mapping[str, Any]:
+    """Return arguments whose two tables of angles are one of twice the width, for each of so many rows."""
+    angles = kwargs.get("rotary_pos_emb")
+    if not isinstance(angles, Tensor) or angles.dim() != 5:
+        return kwargs
+    return {**kwargs, "rotary_pos_emb": torch.cat((*angles,), -1).expand(-1, rows, -1, -1)}
+
+
+def _two_tables(angles: Tensor) -> Tensor:
+    """Return what `_with_one_table` put together."""
+    return torch.stack(angles[:, :1].chunk(2, -1))
+
+
 def _is_identity(module: nn.Module) -> bool:
     """Whether a layer lacks this part: a hybrid's layers have attention or an MLP, not both."""
     from megatron.core.transformer.identity_op import IdentityOp
@@ -461,7 +494,8 @@ def _check_layer(layer: nn.Module, packs: bool) -> None:
     attention: UpstreamModule = getattr(layer, "mixer" if is_mamba(layer) else "self_attention", layer)
     if is_mixer(attention):
         return
-    known = isinstance(layer, TransformerLayer) and (_is_qwen(layer) or type(attention) is SelfAttention)
+    attends = _is_qwen(layer) or type(attention) is SelfAttention or (not packs and _is_gemma3(layer))
+    known = isinstance(layer, TransformerLayer) and attends
     if known or _is_identity(attention):
         return
     delta_net = isinstance(layer, TransformerLayer) and is_delta_net(attention)

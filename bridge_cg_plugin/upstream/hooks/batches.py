@@ -3,12 +3,16 @@
 Where graphs are on, batches go to the device out of page-locked memory, on a stream of their own: a copy does not wait
 for what the device computes, and the host waits for no copy. Which batch a step gets is the data loader's affair:
 nothing is prefetched here.
+
+Graphs of a language model replay one length or a few, and Bridge pads to one under pipeline and expert parallelism
+only: rows are padded here.
 """
 
 import copy
 import functools
+import importlib
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -18,10 +22,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ...graphs.host_copies import HostCopies, HostTensors, on_host
-from ...language.packed.batch import OFFSETS, PADDED_OFFSETS
+from ...language.packed.batch import OFFSETS, PADDED_OFFSETS, row_lengths
+from ...options import OptionError
+from ...options.combinations import DRIVEN_BY_BRIDGE
+from ...options.graph_options import asks_for_packed_graphs
+from ...options.language_model import IMPL
 from ...vision.batch import HostGrids
 from ..seams.patches import Additions, Patch
 from ..seams.registry import SEAMS, seam
+from ..seams.registry.bridge import PADDING
 from .helpers.graph_helper import any_on_graphs
 
 TOKENS = HostTensors()
@@ -105,6 +114,58 @@ def _with_host_copies(old: Callable[..., dict[str, Any]]) -> Callable[..., dict[
         return batch
 
     return get_batch_from_iterator
+
+
+def _at_fixed_length(old: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[Any, ...]]:
+    @functools.wraps(old)
+    def get_batch(data_iterator: Any, cfg: Any, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        batch = old(data_iterator, cfg, *args, **kwargs)
+        impl = getattr(cfg.model, IMPL, "none")
+        if impl not in DRIVEN_BY_BRIDGE or asks_for_packed_graphs(cfg.model):
+            return batch
+        length = cfg.model.seq_length
+        # Upstream's graphs replay one length; layers that are one region have a recording for each.
+        return padded(batch, row_lengths(length) if impl == "full_iteration" else (length,))
+
+    return get_batch
+
+
+def padded(batch: tuple[Any, ...], lengths: Sequence[int]) -> tuple[Any, ...]:
+    """Return what one of Bridge's steps calls a batch with every sequence padded to one length.
+
+    Args:
+        batch: The batch.
+        lengths: In tokens, ascending: it gets the first that it fits.
+
+    Raises:
+        OptionError: A sequence is longer.
+    """
+    tokens, labels, loss_mask, attention_mask, position_ids, *rest = batch
+    if tokens is None or tokens.shape[1] in lengths:  # stages between the first and the last may get nothing
+        return batch
+    longest = tokens.shape[1]
+    length = next((each for each in lengths if each > longest), None)
+    if length is None:
+        raise OptionError(
+            "model.seq_length",
+            lengths[-1],
+            f"at least {longest}, the tokens of this microbatch, with language-model graphs",
+            "Raise it or shorten the samples.",
+        )
+    padding = importlib.import_module(PADDING)
+    flat = functools.partial(padding.pad_or_truncate_2d_to_len, target_len=length, max_cap=length)
+    longer = flat(tokens, pad_value=0)
+    host = TOKENS.known(tokens)
+    if host is not None:
+        TOKENS.remember(longer, flat(host, pad_value=0))
+    return (
+        longer,
+        flat(labels, pad_value=-100),
+        flat(loss_mask, pad_value=0),
+        padding.pad_or_truncate_attn_to_len(attention_mask, target_len=length, max_cap=length),
+        padding.pad_or_truncate_pos_to_len(position_ids, target_len=length, max_cap=length),
+        *rest,
+    )
 
 
 # The most batches on the device whose computation has not begun: each takes memory.
@@ -194,5 +255,6 @@ def pin_memory(self: Any) -> Any:
 COPIES = CopyStream()
 PATCHES = (
     *(Patch(entry, _with_host_copies) for entry in SEAMS if entry.target == "get_batch_from_iterator"),
+    *(Patch(entry, _at_fixed_length) for entry in SEAMS if entry.target == "get_batch"),
     Additions(seam("page_locked_images"), {"pin_memory": pin_memory}),
 )

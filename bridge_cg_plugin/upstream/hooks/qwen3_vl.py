@@ -6,7 +6,6 @@
   tensor-parallel ranks is put between the encoder and the slice, outside all graphs.
 * Rotation: Transformer Engine replays the arguments it captured and drops others without a word. megatron-core captures
   `rotary_pos_emb` for position embedding "rope" only, so layers with "mrope" would be captured without rotation.
-* Length: graphs replay one or a few, and Bridge's step pads to one under pipeline and expert parallelism only.
 * Varying lengths: upstream refuses models of loops that say so, as verl does, beside any graphs of the language model.
   Packed graphs take packs of any length.
 * Virtual stages: Qwen3-VL's providers do not pass theirs to the model, without which megatron-core numbers no layers:
@@ -15,26 +14,21 @@
 
 import functools
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ...language.packed.batch import row_lengths
-from ...options import OptionError
-from ...options.combinations import DRIVEN_BY_BRIDGE
 from ...options.declaration import is_unset, parse_flag
 from ...options.graph_options import asks_for_packed_graphs
-from ...options.language_model import IMPL
 from ...options.normalization import ALLREDUCE
 from ..seams.patches import Patch, arguments_of
 from ..seams.registry import seam
-from ..seams.registry.bridge import DROPS_STAGE, MODEL_OF_PROVIDER, QWEN3_VL_STEP
+from ..seams.registry.bridge import DROPS_STAGE, MODEL_OF_PROVIDER
 from ..seams.seam import Seam
 from ..wrappers import overridden
-from .batches import TOKENS
 
 
 def _never_pads(old: Callable[..., bool]) -> Callable[..., bool]:
@@ -109,58 +103,6 @@ def _with_rotary(old: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, 
     return get_layer_static_inputs
 
 
-def _at_fixed_length(old: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[Any, ...]]:
-    @functools.wraps(old)
-    def get_batch(data_iterator: Any, cfg: Any, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        batch = old(data_iterator, cfg, *args, **kwargs)
-        impl = getattr(cfg.model, IMPL, "none")
-        if impl not in DRIVEN_BY_BRIDGE or asks_for_packed_graphs(cfg.model):
-            return batch
-        length = cfg.model.seq_length
-        # Upstream's graphs replay one length; layers that are one region have a recording for each.
-        return padded(batch, row_lengths(length) if impl == "full_iteration" else (length,))
-
-    return get_batch
-
-
-def padded(batch: tuple[Any, ...], lengths: Sequence[int]) -> tuple[Any, ...]:
-    """Return what Bridge's Qwen3-VL step calls a batch with every sequence padded to one length.
-
-    Args:
-        batch: The batch.
-        lengths: In tokens, ascending: it gets the first that it fits.
-
-    Raises:
-        OptionError: A sequence is longer.
-    """
-    tokens, labels, loss_mask, attention_mask, position_ids, *rest = batch
-    if tokens is None or tokens.shape[1] in lengths:  # stages between the first and the last may get nothing
-        return batch
-    longest = tokens.shape[1]
-    length = next((each for each in lengths if each > longest), None)
-    if length is None:
-        raise OptionError(
-            "model.seq_length",
-            lengths[-1],
-            f"at least {longest}, the tokens of this microbatch, with language-model graphs",
-            "Raise it or shorten the samples.",
-        )
-    step = sys.modules[QWEN3_VL_STEP]
-    flat = functools.partial(step.pad_or_truncate_2d_to_len, target_len=length, max_cap=length)
-    longer = flat(tokens, pad_value=0)
-    host = TOKENS.known(tokens)
-    if host is not None:
-        TOKENS.remember(longer, flat(host, pad_value=0))
-    return (
-        longer,
-        flat(labels, pad_value=-100),
-        flat(loss_mask, pad_value=0),
-        step.pad_or_truncate_attn_to_len(attention_mask, target_len=length, max_cap=length),
-        step.pad_or_truncate_pos_to_len(position_ids, target_len=length, max_cap=length),
-        *rest,
-    )
-
-
 def _with_packed_graphs(old: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(old)
     def expose(self: Any) -> None:
@@ -201,7 +143,6 @@ PATCHES = (
     Patch(seam("vision_padding"), _never_pads),
     Patch(FORWARD, _summing),
     Patch(seam("language_model_rotary"), _with_rotary),
-    Patch(seam("language_model_length"), _at_fixed_length),
     Patch(seam("variable_lengths"), _with_packed_graphs),
     *(Patch(entry, _tells_stage(entry)) for entry in STAGES),
 )

@@ -39,7 +39,7 @@ PATCHING: dict[str, tuple[str, ...]] = {
         f"{_TRAINING}.utils.visual_inputs",
     ),
     "hooks.qwen3_vl": (
-        *(f"{_QWEN3_VL}.model", f"{_QWEN3_VL}.vision_model", _QWEN3_VL_STEP),
+        *(f"{_QWEN3_VL}.model", f"{_QWEN3_VL}.vision_model"),
         f"{_CORE}.transformer.transformer_layer",
         *(model.module for model in QWEN3_VL_MODELS[:2]),
     ),

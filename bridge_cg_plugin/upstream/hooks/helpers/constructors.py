@@ -21,6 +21,7 @@ from ....graphs.recordings.executor import Executor, Isolated
 from ....language.packed.workload import PackedWorkload
 from ....options import GraphOptions, PackedOptions, VisionGraphOptions, check_options, vision_options
 from ....options.declaration import plain
+from ....options.facts import Facts
 from ....options.normalization import held_options
 from ....options.sources import collect
 from ....options.vision import audio_options
@@ -44,7 +45,7 @@ from ...parallel.process_groups import (
 from ...seams.patches import Patch
 from ...seams.registry import seam
 from ...seams.registry.bridge import MODEL, MODEL_OF_PROVIDER
-from ...wrappers import chunks_of, holders, unwrapped
+from ...wrappers import chunks_of, holders
 from ..batches import GRIDS, PACK_OFFSETS
 from ..between import early_reads
 from .graph_helper import GraphHelper, default_executor, drop_graphs, graphs_over
@@ -228,7 +229,7 @@ def checked_options(config: Any) -> GraphOptions:
 def find_decoders(chunks: Sequence[nn.Module]) -> list[nn.Module]:
     """Return the language-model decoder of every chunk that has layers, under any wrapper."""
     found: list[nn.Module] = []
-    for modules in map(unwrapped, chunks):
+    for modules in map(holders, chunks):
         models = (model for module in modules for model in (getattr(module, "language_model", None), module))
         decoders = (getattr(model, "decoder", None) for model in models)
         found += islice((d for d in decoders if isinstance(d, nn.Module) and len(getattr(d, "layers", ()))), 1)
@@ -241,7 +242,8 @@ def _deepstack(chunks: Sequence[nn.Module], decoder: nn.Module) -> int:
         return 0
     for model in holders(chunks):
         if getattr(getattr(model, "language_model", None), "decoder", None) is decoder:
-            vision = getattr(getattr(model, "vision_model", None), "config", None)
+            tower = getattr(model, "vision_model", None) or getattr(model, "visual", None)
+            vision = getattr(tower, "config", None)
             return len(getattr(vision, "deepstack_visual_indexes", None) or ())
     return 0
 
@@ -261,12 +263,13 @@ def without_exchanges(decoder: nn.Module, experts: distributed.ProcessGroup | No
 
 
 def _without_capture(old: Callable[..., Any]) -> Callable[..., Any]:
-    """Let a step of Bridge's Qwen3-VL or Qwen3.5-VL, whose layers are on graphs, run as it is."""
+    """Let a step of a model that takes images, whose layers are on graphs, run as it is."""
 
     @functools.wraps(old)
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
         kind = getattr(sys.modules.get(MODEL), MODEL_OF_PROVIDER, ())
-        if any(isinstance(holder, kind) for holder in holders(kwargs.get("model", ()))):
+        models = holders(kwargs.get("model", ()))
+        if any(isinstance(each, kind) or Facts(model=getattr(each, "config", None)).rows for each in models):
             return self.forward_backward_func(*args, **kwargs)
         return old(self, *args, **kwargs)
 

@@ -2,7 +2,18 @@
 
 from functools import partial
 
-from ..encoders import DECLARED, DECLARED_MODELS, MODELS, QWEN3_VL, QWEN3_VL_MODELS, QWEN_VL, Model
+from ....options.facts import ROWS
+from ..encoders import (
+    DECLARED,
+    DECLARED_MODELS,
+    MODELS,
+    QWEN3_OMNI,
+    QWEN3_VL,
+    QWEN3_VL_MODELS,
+    QWEN_VL,
+    VLM_STEP,
+    Model,
+)
 from ..seam import GRAPHS, OLDEST, Seam, called, patched, read, replayed, seams_of, swapped
 from ..seam import Feature as F
 
@@ -11,7 +22,9 @@ CONFIG = "megatron.bridge.training.config:ConfigContainer"
 STATE = "megatron.bridge.training.state:GlobalState"
 VISUAL_INPUTS = "megatron.bridge.training.utils.visual_inputs:GenericVisualInputs"
 RERUNS = "megatron.core.rerun_state_machine:RerunStateMachine"
-QWEN3_VL_STEP = f"{QWEN_VL}.qwen3_vl_step"
+QWEN3_VL_STEP, OMNI_STEP = f"{QWEN_VL}.qwen3_vl_step", QWEN3_OMNI.model.steps[-1]
+GEMMA3 = f"{MODELS}.gemma.gemma3_provider"
+PADDING = "megatron.bridge.training.utils.padding_utils"
 RECIPES = "megatron.bridge.recipes"
 NAMES_BY_TASK = "0.6.2"  # the first release whose recipes of these models the presets derive from
 OVERRIDES = "utils.overrides"
@@ -329,15 +342,21 @@ _BETWEEN = seams_of(
         "forward_args['attention_mask'] = attention_mask",
     ),
 )
-_LENGTH = seams_of(
-    (F.LANGUAGE_MODEL, F.FULL_ITERATION),
-    QWEN3_VL,
-    language_model_length=patched(
-        f"{QWEN3_VL_STEP}:get_batch(data_iterator, cfg)", "sequences have a length that language-model graphs replay"
-    ),
+_LENGTHS = (F.LANGUAGE_MODEL, F.FULL_ITERATION)
+
+
+def _length(step: str, *models: str) -> tuple[Seam, ...]:
+    purpose = "sequences have a length that language-model graphs replay"
+    row = patched(f"{step}:get_batch(data_iterator, cfg)", purpose)
+    return seams_of(_LENGTHS, models, **{f"language_model_length.{step.rpartition('.')[2]}": row})
+
+
+_PADDING = seams_of(
+    _LENGTHS,
+    (*QWEN3_VL, *ROWS),
     **{
         f"language_model_length.{name}": called(
-            f"{QWEN3_VL_STEP}:{name}_to_len(target_len, max_cap)", "pads one tensor of a batch to that length"
+            f"{PADDING}:{name}_to_len(target_len, max_cap)", "pads one tensor of a batch to that length"
         )
         for name in ("pad_or_truncate_2d", "pad_or_truncate_attn", "pad_or_truncate_pos")
     },
@@ -370,5 +389,6 @@ SEAMS = (
     *(seam for model in LANGUAGE_MODELS for seam in field_seams(*model, "packed-sequence options")),
     *(seam for model in DROPS_STAGE for seam in _stage(model)),
     *(*_PIPELINES, *_VISION, *_DEEPSTACK, *_PARTS, *_ROTARY),
-    *(*_BETWEEN, *_LENGTH, *_DECODER, *_VARYING),
+    *(*_length(QWEN3_VL_STEP, *QWEN3_VL), *_length(VLM_STEP, *ROWS), *_length(OMNI_STEP, QWEN3_OMNI.model.provider)),
+    *(*_BETWEEN, *_PADDING, *_DECODER, *_VARYING),
 )

@@ -295,7 +295,7 @@ _PACKED_ROTARY = seams_of(
     ),
 )
 _DECODER = seams_of(
-    F.PACKED_ATTENTION,
+    (F.PACKED_ATTENTION, F.FULL_ITERATION),
     packed_decoder=replayed(
         f"{BLOCK}.forward(hidden_states, attention_mask, rotary_pos_emb, packed_seq_params)",
         "the layers of a packed microbatch replay a graph",
