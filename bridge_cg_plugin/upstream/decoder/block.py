@@ -494,11 +494,11 @@ def _check_layer(layer: nn.Module, packs: bool) -> None:
     attention: UpstreamModule = getattr(layer, "mixer" if is_mamba(layer) else "self_attention", layer)
     if is_mixer(attention):
         return
-    attends = _is_qwen(layer) or type(attention) is SelfAttention or (not packs and _is_gemma3(layer))
-    known = isinstance(layer, TransformerLayer) and attends
+    core = isinstance(layer, TransformerLayer)
+    known = core and (_is_qwen(layer) or type(attention) is SelfAttention or (_is_gemma3(layer) and not packs))
     if known or _is_identity(attention):
         return
-    delta_net = isinstance(layer, TransformerLayer) and is_delta_net(attention)
+    delta_net = core and is_delta_net(attention)
     refusal = delta_net_refusal(attention.config, packs) if delta_net else None
     if delta_net and refusal is None:
         return

@@ -6,6 +6,7 @@ from ....options.facts import ROWS
 from ..encoders import (
     DECLARED,
     DECLARED_MODELS,
+    GEMMA3_VL,
     MODELS,
     QWEN3_OMNI,
     QWEN3_VL,
@@ -361,6 +362,16 @@ _PADDING = seams_of(
         for name in ("pad_or_truncate_2d", "pad_or_truncate_attn", "pad_or_truncate_pos")
     },
 )
+_BIASES = seams_of(
+    F.FULL_ITERATION,
+    (GEMMA3_VL.model.provider,),
+    biases=read(
+        f"{GEMMA3}:Gemma3SelfAttention.forward",
+        "a layer takes one of two tables of angles, and one of two biases",
+        *("final_rotary_pos_emb = rotary_pos_emb[0]", "attention_bias = attention_bias[0]"),
+        since="0.6.2",
+    ),
+)
 _DECODER = seams_of(
     (F.PACKED_QWEN3_VL, F.FULL_ITERATION),
     packed_qwen3_vl_decoder=replayed(
@@ -390,5 +401,5 @@ SEAMS = (
     *(seam for model in DROPS_STAGE for seam in _stage(model)),
     *(*_PIPELINES, *_VISION, *_DEEPSTACK, *_PARTS, *_ROTARY),
     *(*_length(QWEN3_VL_STEP, *QWEN3_VL), *_length(VLM_STEP, *ROWS), *_length(OMNI_STEP, QWEN3_OMNI.model.provider)),
-    *(*_BETWEEN, *_PADDING, *_DECODER, *_VARYING),
+    *(*_BETWEEN, *_PADDING, *_BIASES, *_DECODER, *_VARYING),
 )
