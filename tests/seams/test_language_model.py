@@ -94,6 +94,7 @@ def batch(length):
         ("none", None, SEQUENCE, 20),
         ("full_iteration", None, SEQUENCE, SEQUENCE),
         ("full_iteration", None, 512, 128),
+        ("full_iteration", None, 16, 20),
     ],
 )
 def test_sequences_are_padded_where_graphs_replay_some_lengths(active, impl, packs, longest, expected):

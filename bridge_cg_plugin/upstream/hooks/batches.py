@@ -123,9 +123,12 @@ def _at_fixed_length(old: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple
         impl = getattr(cfg.model, IMPL, "none")
         if impl not in DRIVEN_BY_BRIDGE or asks_for_packed_graphs(cfg.model):
             return batch
-        length = cfg.model.seq_length
-        # Upstream's graphs replay one length; layers that are one region have a recording for each.
-        return padded(batch, row_lengths(length) if impl == "full_iteration" else (length,))
+        length, tokens = cfg.model.seq_length, batch[0]
+        if impl == "transformer_engine":  # megatron-core's graphs replay one length
+            return padded(batch, (length,))
+        # Layers that are one region have a recording for each length, or run eager.
+        longer = tokens is not None and tokens.shape[1] > length
+        return batch if longer else padded(batch, row_lengths(length))
 
     return get_batch
 
