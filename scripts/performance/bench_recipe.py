@@ -60,8 +60,7 @@ _TP1 = "model.tensor_model_parallel_size=1"
 _PACKED = (_TP1, "dataset.enable_in_batch_packing=true", "train.micro_batch_size=2")
 _PADDED = (_TP1, "model.num_layers=8", "model.linear_attention_freq=4", "train.micro_batch_size=1")
 _OVERLAP = ("ddp.overlap_grad_reduce=true", "ddp.overlap_param_gather=true")
-_ONE_GPU = (_TP1, "model.num_layers=6", "model.expert_model_parallel_size=1")
-_PARTS = ("model.cuda_graph_modules=[attn,moe_router]",)
+_ONE = (_TP1, "model.num_layers=6", "model.expert_model_parallel_size=1", "model.cuda_graph_modules=[attn,moe_router]")
 _FULL = tuple(f"model.recompute_{field}" for field in ("granularity=full", "method=uniform", "num_layers=1"))
 _FROZEN = ("model.freeze_vision_model=true", "model.freeze_vision_projection=true")
 # Random weights send three times the mean of tokens to one of eight GPUs, and samples are padded to the whole length:
@@ -78,7 +77,8 @@ CASES = {
     "qwen35_9b_lora_packed": Case("qwen35_vl_9b_peft_config", words=_PACKED),
     "qwen35_9b_8_layers_padded": Case("qwen35_vl_9b_vision_graphs_h200_sft_config", words=_PADDED),
     "30b_a3b_8_layers_ep2": Case(_EXPERTS, 2, ("model.num_layers=8", "model.expert_model_parallel_size=2")),
-    "30b_a3b_6_layers_recompute": Case(_EXPERTS, words=(*_ONE_GPU, *_PARTS, *_FULL, *_FROZEN)),
+    "30b_a3b_6_layers_recompute": Case(_EXPERTS, words=(*_ONE, *_FULL, *_FROZEN)),
+    "gemma3_4b": Case("gemma3_vl_4b_sft_config", words=(_TP1,)),
     # A GPU holds as many parameters of experts as one of eight does of all 48 layers.
     "30b_a3b_24_layers_ep4": Case(
         _EXPERTS, 4, ("model.num_layers=24", "model.expert_model_parallel_size=4", *_FITTING), 16

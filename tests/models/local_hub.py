@@ -1,4 +1,4 @@
-"""A cache of Hugging Face's hub with Qwen-VL models' configurations and processors like their own; nothing is fetched.
+"""A cache of Hugging Face's hub with models' configurations and processors like their own; nothing is fetched.
 
 Sizes and special tokens are the published ones, the tokenizer spells every word in bytes, and weights, where they are
 wanted, are random. With it Bridge's recipes and mock data work on a machine without a network.
@@ -12,6 +12,9 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     AutoConfig,
     AutoModelForImageTextToText,
+    Gemma3ImageProcessor,
+    Gemma3Processor,
+    ProcessorMixin,
     Qwen2Tokenizer,
     Qwen2VLImageProcessor,
     Qwen3VLProcessor,
@@ -21,13 +24,17 @@ from transformers import (
 from tests.models.hub_folders import MODELS, REVISION, snapshot_in, variables_of
 from tests.models.qwen_configs import write_configs
 
+# Gemma 3's processor takes this one for a regular expression.
+IMAGE_BEGINS = "<start_of_image>"
 SPECIAL = [
     f"<|{name}|>"
     for name in (
         *("endoftext", "im_start", "im_end", "object_ref_start", "object_ref_end", "box_start", "box_end"),
         *("quad_start", "quad_end", "vision_start", "vision_end", "vision_pad", "image_pad", "video_pad"),
     )
-]
+] + [IMAGE_BEGINS]
+# What processors call some of them.
+ROLES = {"image_token": "<|image_pad|>", "boi_token": IMAGE_BEGINS, "eoi_token": "<|vision_end|>"}
 TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
     "{% if message['content'] is string %}{{ message['content'] }}{% else %}{% for part in message['content'] %}"
@@ -46,7 +53,9 @@ def tokenizer(image_token_id: int) -> Qwen2Tokenizer:
     found = Tokenizer(models.BPE({word: i for i, word in enumerate(words)}, []))
     found.pre_tokenizer, found.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     found.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in SPECIAL])
-    return Qwen2Tokenizer(tokenizer_object=found, eos_token="<|im_end|>", pad_token="<|endoftext|>")
+    return Qwen2Tokenizer(
+        tokenizer_object=found, eos_token="<|im_end|>", pad_token="<|endoftext|>", extra_special_tokens=ROLES
+    )
 
 
 def write_weights(snapshot: Path) -> None:
@@ -75,13 +84,28 @@ def write_model(snapshot: Path, config: Path) -> None:
     references.mkdir()
     (references / "main").write_text(REVISION)
     config.rename(snapshot / "config.json")
-    processor = Qwen3VLProcessor(
+    written = AutoConfig.from_pretrained(snapshot)
+    made = gemma3_processor if written.model_type == "gemma3" else qwen_processor
+    made(tokenizer(written.image_token_id)).save_pretrained(snapshot)
+
+
+def qwen_processor(words: Qwen2Tokenizer) -> ProcessorMixin:
+    """Return Qwen3-VL's processor."""
+    return Qwen3VLProcessor(
         image_processor=Qwen2VLImageProcessor(size={"shortest_edge": 65536, "longest_edge": 16777216}, **PIXELS),
-        tokenizer=tokenizer(AutoConfig.from_pretrained(snapshot).image_token_id),
+        tokenizer=words,
         video_processor=Qwen3VLVideoProcessor(**PIXELS),
         chat_template=TEMPLATE,
     )
-    processor.save_pretrained(snapshot)
+
+
+def gemma3_processor(words: Qwen2Tokenizer) -> ProcessorMixin:
+    """Return Gemma 3's processor, which writes an image's tokens where a text has the word before it."""
+    return Gemma3Processor(
+        image_processor=Gemma3ImageProcessor(size={"height": 896, "width": 896}),
+        tokenizer=words,
+        chat_template=TEMPLATE.replace("<|vision_start|><|image_pad|><|vision_end|>", IMAGE_BEGINS),
+    )
 
 
 def write_checkpoint(folder: Path) -> Path:

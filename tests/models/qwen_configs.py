@@ -1,12 +1,13 @@
-"""Hugging Face configurations of the models behind Bridge's Qwen-VL recipes, written to a folder instead of fetched."""
+"""Hugging Face configurations of the models behind Bridge's recipes, written to a folder instead of fetched."""
 
 from pathlib import Path
 from typing import Any
 
-from transformers import Qwen3_5Config, Qwen3_5MoeConfig, Qwen3Config, Qwen3VLConfig, Qwen3VLMoeConfig
+from transformers import Gemma3Config, Qwen3_5Config, Qwen3_5MoeConfig, Qwen3Config, Qwen3VLConfig, Qwen3VLMoeConfig
 
 QWEN3_VL = (Qwen3VLConfig, "Qwen3VLForConditionalGeneration")
 QWEN3_VL_MOE = (Qwen3VLMoeConfig, "Qwen3VLMoeForConditionalGeneration")
+GEMMA3 = (Gemma3Config, "Gemma3ForConditionalGeneration")
 QWEN35 = (Qwen3_5Config, "Qwen3_5ForConditionalGeneration")
 QWEN35_MOE = (Qwen3_5MoeConfig, "Qwen3_5MoeForConditionalGeneration")
 
@@ -45,7 +46,14 @@ CONFIGS = {
         QWEN35_MOE,
         sizes(60, 4096, 32, 2, 256, **experts(512, 10, 1024, shared_expert_intermediate_size=1024)),
     ),
+    "google/gemma-3-4b-it": (
+        GEMMA3,
+        {**sizes(34, 2560, 8, 4, 256, intermediate_size=10240, sliding_window=1024), "query_pre_attn_scalar": 256},
+    ),
 }
+# Gemma 3's vision tower; of the others depth and width are all that is not a default.
+SIGLIP = {"hidden_size": 1152, "intermediate_size": 4304, "num_hidden_layers": 27, "num_attention_heads": 16}
+SIGLIP |= {"image_size": 896, "patch_size": 14}
 
 # Language models without a vision encoder.
 TEXT_CONFIGS = {
@@ -58,7 +66,7 @@ def write_configs(root: Path) -> dict[str, Path]:
     folders = {}
     for name, ((config_class, architecture), text) in CONFIGS.items():
         folders[name] = root / name.rpartition("/")[2]
-        vision = {"depth": 27, "out_hidden_size": text["hidden_size"]}
+        vision = SIGLIP if config_class is Gemma3Config else {"depth": 27, "out_hidden_size": text["hidden_size"]}
         config_class(architectures=[architecture], text_config=text, vision_config=vision).save_pretrained(
             folders[name]
         )

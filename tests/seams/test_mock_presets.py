@@ -33,16 +33,29 @@ def offline(cache, bridge, monkeypatch):
     return bridge
 
 
-@pytest.mark.parametrize("name", RECIPES)
-def test_a_microbatch_fits_the_sequence_and_the_graphs(offline, name):
+def microbatch(name):
+    """Return a recipe with graphs and mock data, and its first microbatch."""
     from megatron.bridge.data.builders.mock_vlm_sft import MockVLMSFTDatasetBuilder
 
     config = with_graphs(name, gpu="h200", mock_data=True)
     config.dataset.num_base_examples = 4
     context = SimpleNamespace(train_samples=4, valid_samples=0, test_samples=0)
     data = MockVLMSFTDatasetBuilder(config.dataset).build(context)[0]
+    return config, data.collate_fn([data[i] for i in range(config.train.micro_batch_size)])
+
+
+def test_images_of_one_size(offline):
+    config, batch = microbatch("gemma3_vl_4b_sft_config")
     count = config.train.micro_batch_size
-    batch = data.collate_fn([data[i] for i in range(count)])
+    assert batch["visual_inputs"].pixel_values.shape == (count, 3, 896, 896)
+    assert int((batch["input_ids"] == config.model.image_token_id).sum()) == 256 * count
+    assert batch["loss_mask"].sum() > 0
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_microbatch_fits_the_sequence_and_the_graphs(offline, name):
+    config, batch = microbatch(name)
+    count = config.train.micro_batch_size
     visual = batch["visual_inputs"]
     patches = int(visual.image_grid_thw.prod(-1).sum())
     assert len(visual.image_grid_thw) == count and visual.pixel_values.shape == (patches, 1536)
