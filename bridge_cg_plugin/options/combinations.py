@@ -18,7 +18,9 @@ from .facts import (
     FP8_ATTENTION,
     FUSION,
     LOSS,
+    OF_TEXT,
     OFFLOADS,
+    ONE_LENGTH,
     PACKING_FIELDS,
     ROUTERS,
     Facts,
@@ -197,9 +199,10 @@ def _takes_no_packs(options: GraphOptions, facts: Facts) -> bool:
 def _lengths_differ(options: GraphOptions, facts: Facts) -> bool:
     """Whether rows keep lengths of their own: Bridge pads them to one over stages and ranks of experts alone."""
     packs = facts.packed_data or options.packed.enabled
-    padded = facts.ranks("pipeline_model") > 1 or facts.ranks("expert_model") > 1
+    several = facts.ranks("pipeline_model") > 1 or facts.ranks("expert_model") > 1
+    padded = several and facts[OF_TEXT] is None
     ours = facts.rows is not False  # pads them, too
-    return facts["pad_to_max_length"] is False and not (packs or padded or ours)
+    return facts[ONE_LENGTH] is False and not (packs or padded or ours)
 
 
 def _delta_nets(options: GraphOptions, facts: Facts) -> bool:
@@ -270,8 +273,8 @@ ALLOWED: tuple[tuple[Feature, str | Feature, Mapping[str, tuple[str, str]]], ...
     ),
     (
         _where(_runs("transformer_engine", "full_iteration"), _lengths_differ),
-        f"Set it, or {IMPL}=none.",
-        {"dataset.pad_to_max_length": ("true", "A graph replays the length that it was captured with")},
+        lambda _, facts: f"Set it{'' if facts[OF_TEXT] is None else ' in dataset.dataset_kwargs'}, or {IMPL}=none.",
+        {f"dataset.{ONE_LENGTH}": ("true", "A graph replays the length that it was captured with")},
     ),
     (
         _where(_engine, _takes_no_packs),

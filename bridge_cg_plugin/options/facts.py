@@ -63,6 +63,9 @@ DELTA_NETS = "gated_delta_net"
 # Whether megatron-core offloads activations.
 OFFLOADS = "fine_grained_activation_offloading"
 
+# Whether samples are padded to one length: a field of data sets, or among those of one of text, which Bridge leaves.
+ONE_LENGTH, OF_TEXT = "pad_to_max_length", "dataset_kwargs"
+
 
 def _number(name: str, value: Any) -> float:
     try:
@@ -105,7 +108,7 @@ def _as_it_is(name: str, value: Any) -> Any:
 _READERS: dict[Callable[[str, Any], Any], tuple[str, ...]] = {
     parse_flag: (
         *("te_rng_tracker", "use_te_rng_tracker", "use_megatron_fsdp", "use_torch_fsdp2", "variable_seq_lengths"),
-        "pad_to_max_length",
+        ONE_LENGTH,
         *("check_for_nan_in_loss", "is_hybrid_model", "multi_latent_attention", "add_qkv_bias"),
         *(*PACKING_FIELDS, "enable_offline_packing", *FP8_ATTENTION, "cpu_offloading"),
         *("sequence_parallel", "freeze_vision_model", "freeze_vision_projection", FUSION, OFFLOADS),
@@ -125,7 +128,7 @@ _READERS: dict[Callable[[str, Any], Any], tuple[str, ...]] = {
     _names: ("recompute_modules", "cp_comm_type", BALANCING_TYPE),
     _targets: ("target_modules",),
     _as_it_is: (
-        *("hybrid_layer_pattern", "hybrid_override_pattern", "spatial_merge_size", "quant_recipe", LOOP_PARTS),
+        *("hybrid_layer_pattern", "hybrid_override_pattern", "spatial_merge_size", "quant_recipe", LOOP_PARTS, OF_TEXT),
         *(name for name, needed in (ROUTERS | EXPERTS).items() if needed is None),
     ),
 }

@@ -144,6 +144,15 @@ def test_layers_over_rows_of_a_model_around_another_encoder_are_one_region(make,
     assert options.language_model.impl == ("none" if graphs == "eager" else "full_iteration")
 
 
+@pytest.mark.parametrize("ranks", [1, 4])
+@pytest.mark.parametrize("given", [None, {}, {"pad_to_max_length": True}], ids=str)
+def test_text_of_several_lengths_stays_eager(given, ranks):
+    model = SimpleNamespace(cuda_graph_impl="none", pipeline_model_parallel_size=ranks, **DENSE)
+    part = chosen(SimpleNamespace(model=model, dataset=SimpleNamespace(dataset_kwargs=given)))[1]["language model"]
+    assert part.graphs == ("the whole step" if given else "eager")
+    assert given or "Set it in dataset.dataset_kwargs" in part.why
+
+
 @pytest.mark.parametrize("sharded", ["use_megatron_fsdp", "use_torch_fsdp2"])
 @pytest.mark.parametrize("data", [{**DENSE, **MOE}, DENSE, PACKED], ids=["experts", "dense", "packs"])
 def test_nothing_is_captured_where_parameters_move(sharded, data):
