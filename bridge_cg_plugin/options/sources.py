@@ -261,9 +261,9 @@ def _from_object(source: Any) -> Written:
         for name in SETTINGS:
             if hasattr(section, name) and not settings.get(name):
                 settings[name] = getattr(section, name)
-    text = getattr(getattr(source, "dataset", None), OF_TEXT, False)
-    if text is None or isinstance(text, Mapping):
-        settings |= {OF_TEXT: text or {}, ONE_LENGTH: settings.get(ONE_LENGTH) or (text or {}).get(ONE_LENGTH, False)}
+    text = settings.get(OF_TEXT) or {}
+    if OF_TEXT in settings and isinstance(text, Mapping):
+        settings |= {OF_TEXT: text, ONE_LENGTH: settings.get(ONE_LENGTH) or text.get(ONE_LENGTH, False)}
     for name in GONE.keys() & getattr(model, "__dict__", {}):  # a stand-in has every attribute
         refuse_gone(name, vars(model)[name])
     return Written(fields_of(model), frozenset(), settings, model)

@@ -70,8 +70,7 @@ class PackedBatch:
     def own_shape(self) -> "PackShape":
         """The shape of this rank's pack."""
         rotated = 0 if self.angles is None else self.angles.shape[-1]
-        additions = (None,) * len(self.additions)
-        return PackShape(self.tokens, self.lengths, tuple(self.offsets), rotated, additions, len(self.biases))
+        return PackShape(self.tokens, self.lengths, tuple(self.offsets), rotated, (None,) * len(self.additions))
 
     def of_part(self, hidden: Tensor, loaded: bool) -> "PackedBatch":
         """Return the batch of a part of a layer that is called with these hidden states."""
@@ -84,7 +83,6 @@ class PackShape(NamedTuple):
     Attributes:
         layout: Which offsets the pack has.
         rotated: Width of a row of rotary angles, 0 without rotation.
-        biases: How many of attention there are.
     """
 
     tokens: int
@@ -92,7 +90,6 @@ class PackShape(NamedTuple):
     layout: tuple[str, ...]
     rotated: int
     additions: tuple[None, ...]
-    biases: int = 0
 
     @property
     def each(self) -> "tuple[PackShape, ...]":
@@ -164,10 +161,10 @@ def pack_batch(
     return PackedBatch(hidden, angles, used, lengths[: kept - 1], tokens, filled=filled)
 
 
-def row_batch(hidden: Tensor, angles: Tensor | None, shards: int) -> PackedBatch:
-    """Return a microbatch of padded rows; arguments as for `pack_batch`."""
+def row_batch(hidden: Tensor, angles: Tensor | None, shards: int, biases: Sequence[Tensor]) -> PackedBatch:
+    """Return a microbatch of padded rows; arguments as for `pack_batch` and of `PackedBatch`."""
     lengths = (hidden.shape[0] * shards,) * hidden.shape[1]
-    return PackedBatch(hidden, angles, {}, lengths, sum(lengths))
+    return PackedBatch(hidden, angles, {}, lengths, sum(lengths), biases=tuple(biases))
 
 
 def row_lengths(longest: int) -> tuple[int, ...]:

@@ -86,14 +86,12 @@ class PackLayout(NamedTuple):
         offsets: Names of the `cu_seqlens` that a batch has; none of padded rows.
         rotated: Width of a row of rotary angles; 0 where nothing is rotated.
         width, dtype: Of the hidden states.
-        biases: How many of attention there are.
     """
 
     offsets: tuple[str, ...]
     rotated: int
     width: int
     dtype: torch.dtype
-    biases: int = 0
 
 
 class PackedProgram(RegionProgram):
@@ -123,7 +121,7 @@ class PackedProgram(RegionProgram):
     ) -> None:
         self.name, self.layout, self._family = part.name, layout, family
         self._additions = tuple(f"addition_{index}" for index in range(additions))
-        self._biases = tuple(f"bias_{index}" for index in range(layout.biases))
+        self._biases = tuple(f"bias_{index}" for index in range(family.biases))
         self._part, self._exact_below, self._kernels = part, exact_below, kernels
 
     def modules(self) -> Sequence[nn.Module]:
@@ -157,8 +155,8 @@ class PackedProgram(RegionProgram):
 
     def _refuse_shape(self, shape: PackShape, bucket: Bucket) -> Fallback | None:
         layout = self.layout
-        found, known = (shape.layout, shape.rotated, shape.biases), (layout.offsets, layout.rotated, layout.biases)
-        if found != known or len(shape.additions) > len(self._additions):
+        known = shape.layout == layout.offsets and shape.rotated == layout.rotated
+        if not known or len(shape.additions) > len(self._additions):
             return Fallback.OTHER_LAYOUT
         if not layout.offsets:
             return None if shape.rows == bucket else Fallback.OTHER_SHAPES

@@ -169,8 +169,7 @@ class PackedWorkload(Workload):
             self.observed += 1
             self.shapes.append(batch.shape)
             first = batch.shape.each[0]
-            width, dtype = batch.hidden.shape[-1], batch.hidden.dtype
-            self._layouts[PackLayout(first.layout, first.rotated, width, dtype, first.biases)] += 1
+            self._layouts[PackLayout(first.layout, first.rotated, batch.hidden.shape[-1], batch.hidden.dtype)] += 1
 
     def _buckets_of(self, capacity: int, shapes: Iterable[PackShape | JointShape] = ()) -> list[Bucket]:
         """Return the useful buckets of a capacity, cheapest first; of padded rows, those of shapes that were seen."""
@@ -251,7 +250,7 @@ class PackedWorkload(Workload):
             return
 
         def take_memory() -> None:
-            _, _, width, dtype, _ = self.layout()
+            _, _, width, dtype = self.layout()
             largest = max(self.buckets or (1,))
             tokens = largest // (self.family.shards * self.family.ranks)
             made.append(exchange.rehearsal(tokens, width, dtype, self.manager.executor.device))

@@ -37,7 +37,6 @@ from ..seams.contract import PACKED_ROTARY
 from ..seams.own_code import foreign, foreign_function, refuse_own_code
 from ..seams.registry import seam
 from ..seams.registry.bridge import ATTENTION as QWEN_ATTENTION
-from ..seams.registry.bridge import GEMMA3
 from ..wrappers import MAX_SEQLENS, overridden
 from .experts import CapturedExperts, needs_noted, statistics_kept, statistics_of
 from .fp8 import (
@@ -53,18 +52,22 @@ from .fp8 import (
     is_on_around,
 )
 from .layers import (
+    BIASES_EACH,
     PackChunks,
     attention_part,
     check_exchange,
     current_parameters,
     delta_net_refusal,
     is_delta_net,
+    is_gemma3,
     is_mamba,
     is_mixer,
     mamba_part,
     mlp_part,
     packed_params,
     refuse_statistics,
+    two_tables,
+    with_one_table,
 )
 
 # Which in a dense model are the whole layer.
@@ -93,6 +96,7 @@ class TransformerBlockFamily:
         ranks: Context-parallel ranks that hold two chunks of every document each.
         rank: Which of them this is.
         rows: What a rank's tokens in a bucket are a multiple of.
+        biases: How many of attention a call has.
         exchange: Ranks of expert parallelism whose exchanges are in what is recorded; None without any.
 
     Raises:
@@ -121,7 +125,7 @@ class TransformerBlockFamily:
         for layer in decoder.layers:
             _check_layer(layer, packs)
         self.per_position = not any(_is_qwen(layer) for layer in self._transformer)
-        self._biased = any(map(_is_gemma3, self._transformer))
+        self.biases = BIASES_EACH if any(map(is_gemma3, self._transformer)) else 0
         self._delta_nets = any(is_delta_net(layer.self_attention) for layer in self._transformer)
         self._chunks = PackChunks()
 
@@ -168,8 +172,8 @@ class TransformerBlockFamily:
         hidden = kwargs.get("hidden_states") if self._decoder.pre_process else self._decoder.input_tensor
         if args or not isinstance(hidden, Tensor):
             return Fallback.CALL_ARGUMENTS
-        if self._biased:
-            kwargs = _with_one_table(kwargs, hidden.shape[1])
+        if self.biases:
+            kwargs = with_one_table(kwargs, hidden.shape[1])
         if not self._is_usual(hidden, kwargs):
             return Fallback.CALL_ARGUMENTS
         # Those of tokens that other ranks hold are among them.
@@ -179,8 +183,10 @@ class TransformerBlockFamily:
         angles, visual = kwargs.get("rotary_pos_emb"), self._visual(kwargs)
         if want_gradients((angles,)):
             return Fallback.INPUT_GRADIENTS
-        batch = self._pack(hidden, angles, params, host) if self._packs else row_batch(hidden, angles, self.shards)
-        batch = replace(batch, biases=tuple(kwargs.get(BIASES) or ()))
+        if self._packs:
+            batch = self._pack(hidden, angles, params, host)
+        else:
+            batch = row_batch(hidden, angles, self.shards, kwargs.get(BIASES) or ())
         if angles is not None and batch.by_place and angles.shape[0] < sum(batch.lengths):
             return Fallback.CALL_ARGUMENTS  # upstream repeats the last angles
         # Upstream's gated delta nets refuse others in words of their own.
@@ -202,14 +208,19 @@ class TransformerBlockFamily:
             return False
         if not self._rotates(kwargs.get("rotary_pos_emb"), hidden):
             return False
-        square = (hidden.shape[1], 1, *[hidden.shape[0] * self.shards] * 2)
-        biases = kwargs.get(BIASES)
-        if (biases is not None) != self._biased or any(bias.shape != square for bias in biases or ()):
+        if not self._has_biases(kwargs.get(BIASES), hidden):
             return False
         visual = self._visual(kwargs)
         if visual is not None and self._packs and self.shards > 1:  # not compared with eager
             return False
         return visual is None or visual[0].shape == (hidden.shape[1], hidden.shape[0])
+
+    def _has_biases(self, biases: Any, hidden: Tensor) -> bool:
+        """Whether a call has the biases of attention that recordings have buffers for."""
+        if biases is None or not self.biases:
+            return biases is None and not self.biases
+        length = hidden.shape[0] * self.shards
+        return len(biases) == self.biases and all(b.shape == (hidden.shape[1], 1, length, length) for b in biases)
 
     def _pack(
         self, hidden: Tensor, angles: Tensor | None, params: Any, host: Callable[[Tensor], Sequence[int]]
@@ -352,8 +363,9 @@ class TransformerBlockFamily:
     def _run_block(self, pack: RecordedPack) -> tuple[Tensor]:
         more: dict[str, Any] = dict(zip(VISUAL, (None, pack.additions), strict=True)) if pack.additions else {}
         angles = pack.angles
-        if self._biased and angles is not None:
-            more[BIASES], angles = tuple(pack.biases), _two_tables(angles)
+        if pack.biases:
+            assert angles is not None  # which the layers assert, too
+            more[BIASES], angles = tuple(pack.biases), two_tables(angles)
         indexed = pack.hidden.shape[0] * self.shards * self.ranks if self._mamba else 0
         params = packed_params(pack, indexed) if pack.offsets else None
         with computing_inside(partial(self._computing, pack)):
@@ -462,24 +474,6 @@ def _is_qwen(layer: UpstreamModule) -> bool:
     return isinstance(layer.self_attention, getattr(sys.modules.get(QWEN_ATTENTION), "Qwen3VLSelfAttention", ()))
 
 
-def _is_gemma3(layer: UpstreamModule) -> bool:
-    """Whether a layer has Gemma 3's attention: each takes one of two tables of angles and one of two biases."""
-    return isinstance(layer.self_attention, getattr(sys.modules.get(GEMMA3), "Gemma3SelfAttention", ()))
-
-
-def _with_one_table(kwargs: Mapping[str, Any], rows: int) -> Mapping[str, Any]:
-    """Return arguments whose two tables of angles are one of twice the width, for each of so many rows."""
-    angles = kwargs.get("rotary_pos_emb")
-    if not isinstance(angles, Tensor) or angles.dim() != 5:
-        return kwargs
-    return {**kwargs, "rotary_pos_emb": torch.cat((*angles,), -1).expand(-1, rows, -1, -1)}
-
-
-def _two_tables(angles: Tensor) -> Tensor:
-    """Return what `_with_one_table` put together."""
-    return torch.stack(angles[:, :1].chunk(2, -1))
-
-
 def _is_identity(module: nn.Module) -> bool:
     """Whether a layer lacks this part: a hybrid's layers have attention or an MLP, not both."""
     from megatron.core.transformer.identity_op import IdentityOp
@@ -495,7 +489,7 @@ def _check_layer(layer: nn.Module, packs: bool) -> None:
     if is_mixer(attention):
         return
     core = isinstance(layer, TransformerLayer)
-    known = core and (_is_qwen(layer) or type(attention) is SelfAttention or (_is_gemma3(layer) and not packs))
+    known = core and (_is_qwen(layer) or type(attention) is SelfAttention or (is_gemma3(layer) and not packs))
     if known or _is_identity(attention):
         return
     delta_net = core and is_delta_net(attention)

@@ -9,6 +9,7 @@ from operator import itemgetter
 from types import ModuleType
 from typing import Any
 
+import torch
 from torch import Tensor, distributed, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -31,6 +32,7 @@ from ...options.language_model import MODULES
 from ...options.packed import MAX_PACKED_SEQS
 from ...upstream_types import UpstreamModule
 from ..seams.registry import seam
+from ..seams.registry.bridge import GEMMA3
 from ..wrappers import overridden, pack_params
 
 NORM = "_forward_pre_mlp_layernorm"
@@ -239,6 +241,28 @@ def current_parameters(modules: Sequence[nn.Module]) -> Iterator[None]:
 def is_mixer(module: nn.Module) -> bool:
     """Whether this is megatron-core's Mamba mixer, and no class derived from it."""
     return type(module) is getattr(sys.modules.get(MIXER.module), "MambaMixer", None)
+
+
+# Gemma 3's local one and global one.
+BIASES_EACH = 2
+
+
+def is_gemma3(layer: UpstreamModule) -> bool:
+    """Whether a layer has Gemma 3's attention: each takes one of two tables of angles and one of two biases."""
+    return isinstance(layer.self_attention, getattr(sys.modules.get(GEMMA3), "Gemma3SelfAttention", ()))
+
+
+def with_one_table(kwargs: Mapping[str, Any], rows: int) -> Mapping[str, Any]:
+    """Return arguments whose two tables of angles are one of twice the width, for each of so many rows."""
+    angles = kwargs.get("rotary_pos_emb")
+    if not isinstance(angles, Tensor) or angles.dim() != 5:
+        return kwargs
+    return {**kwargs, "rotary_pos_emb": torch.cat((*angles,), -1).expand(-1, rows, -1, -1)}
+
+
+def two_tables(angles: Tensor) -> Tensor:
+    """Return what `with_one_table` put together."""
+    return torch.stack(angles[:, :1].chunk(2, -1))
 
 
 DELTA_NET = seam("delta_net_layers")
