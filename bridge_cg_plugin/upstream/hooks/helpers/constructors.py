@@ -6,7 +6,6 @@ forward and one of their backward in every microbatch.
 """
 
 import functools
-import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -44,7 +43,6 @@ from ...parallel.process_groups import (
 )
 from ...seams.patches import Patch
 from ...seams.registry import seam
-from ...seams.registry.bridge import MODEL, MODEL_OF_PROVIDER
 from ...wrappers import chunks_of, holders
 from ..batches import GRIDS, PACK_OFFSETS
 from ..between import early_reads
@@ -267,9 +265,8 @@ def _without_capture(old: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(old)
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
-        kind = getattr(sys.modules.get(MODEL), MODEL_OF_PROVIDER, ())
         models = holders(kwargs.get("model", ()))
-        if any(isinstance(each, kind) or Facts(model=getattr(each, "config", None)).rows for each in models):
+        if any(Facts(model=getattr(each, "config", None)).rows for each in models):
             return self.forward_backward_func(*args, **kwargs)
         return old(self, *args, **kwargs)
 
