@@ -90,7 +90,7 @@ def _pattern(model: Any) -> str:
 def ranks_of(model: Any) -> dict[str, Any]:
     """Return the fields of a Bridge provider's layout that are not as on one GPU."""
     found = {name: getattr(model, name, None) for name in ALONE}
-    exchange = found["cp_comm_type"] or "p2p"
+    exchange = ((found["context_parallel_size"] or 1) > 1 and found["cp_comm_type"]) or "p2p"
     found["cp_comm_type"] = exchange if isinstance(exchange, str) else "+".join(dict.fromkeys(exchange))
     kept = {name: value for name, value in found.items() if isinstance(value, type(ALONE[name]))}
     return {name: value for name, value in kept.items() if value != ALONE[name]}

@@ -59,7 +59,6 @@ _SFT, _TP2 = "qwen3_vl_8b_vision_graphs_h200_sft_config", "model.tensor_model_pa
 _TP1 = "model.tensor_model_parallel_size=1"
 _PACKED = (_TP1, "dataset.enable_in_batch_packing=true", "train.micro_batch_size=2")
 _PADDED = (_TP1, "model.num_layers=8", "model.linear_attention_freq=4", "train.micro_batch_size=1")
-_OVERLAP = ("ddp.overlap_grad_reduce=true", "ddp.overlap_param_gather=true")
 _ONE = (_TP1, "model.num_layers=6", "model.expert_model_parallel_size=1", "model.cuda_graph_modules=[attn,moe_router]")
 _FULL = tuple(f"model.recompute_{field}" for field in ("granularity=full", "method=uniform", "num_layers=1"))
 _FROZEN = ("model.freeze_vision_model=true", "model.freeze_vision_projection=true")
@@ -70,7 +69,7 @@ CASES = {
     "8b_sft_tp2": Case(_SFT, 2, (_TP2,)),
     "8b_sft_tp2_dp2": Case(_SFT, 4, (_TP2,), 16),
     "8b_sft_dp4": Case(_SFT, 4, (_TP1,), 16),
-    "8b_sft_dp4_overlap": Case(_SFT, 4, (_TP1, *_OVERLAP), 16),
+    "8b_sft_dp4_overlap": Case(_SFT, 4, (_TP1, "ddp.overlap_grad_reduce=true", "ddp.overlap_param_gather=true"), 16),
     LORA: Case(_PEFT),
     "8b_lora_dp2": Case(_PEFT, 2, (), 16),
     "8b_lora_dp4": Case(_PEFT, 4, (), 32),

@@ -158,6 +158,7 @@ README_ROWS = (
     ("Qwen3-VL 8B, LoRA", "1 H200", "whole_step.jsonl", "8b_lora", "plugin"),
     ("Qwen3.5-VL 9B, LoRA, packs", "1 H200", "whole_step.jsonl", "qwen35_9b_lora_packed", "plugin"),
     ("Qwen3.5-VL 9B, SFT, 8 of 32 layers", "1 H200", "whole_step.jsonl", "qwen35_9b_8_layers_padded", "plugin"),
+    ("Gemma 3 4B, SFT", "1 H200", "whole_step.jsonl", "gemma3_4b", "plugin"),
     ("Qwen3-VL 30B-A3B, 8 of 48 layers", "2 H200, EP2", "whole_step.jsonl", "30b_a3b_8_layers_ep2", "plugin"),
     ("a round of verl, 4 layers of 2048", "1 H100", "loops.jsonl", "verl", "plugin"),
     ("Qwen3-VL's encoder, one image of 448 x 448", "1 H200", "vision_bench.jsonl", "1x448", "plugin"),
