@@ -72,8 +72,8 @@ def _value(field: str, options: GraphOptions, facts: Facts) -> Any:
         for one in group.options:
             if one.field == leaf:
                 return plain(getattr(getattr(options, group.name), one.name))
-    if leaf == "expert_tensor_parallel_size":  # megatron-core's default
-        return facts[leaf] or facts.ranks("tensor_model")
+    if leaf == "expert_tensor_parallel_size":
+        return facts.expert_shards
     return plain(facts[leaf])
 
 
@@ -149,7 +149,9 @@ def whole_moe_layers(options: GraphOptions, facts: Facts) -> str:
 
 def padded_parts(options: GraphOptions, facts: Facts) -> tuple[str, ...]:
     """Return the parts of layers that are on graphs over padded rows, where experts stay eager; none where all is."""
-    return ("attn", "moe_router") if padded_rows(options, facts) and facts.shares_experts else ()
+    if not (padded_rows(options, facts) and facts.shares_experts):
+        return ()
+    return ("attn", "moe_router", *(["mamba"] if facts.mamba else []))
 
 
 def _fp8_packs(options: GraphOptions, facts: Facts) -> str:

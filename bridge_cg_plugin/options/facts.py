@@ -25,7 +25,7 @@ IMAGE_FIELDS = ("vision_config", "thinker_config", "vision_model_type", "freeze_
 NEMOTRON_VL = "NemotronVLModelProvider"
 GEMMA3_VL = "Gemma3VLModelProvider"
 # Models with other encoders whose step makes padded rows, and whose layers were compared with eager over them.
-ROWS = (GEMMA3_VL, "GLM45VModelProvider", "Qwen25VLModelProvider", "Qwen3OmniModelProvider")
+ROWS = (GEMMA3_VL, NEMOTRON_VL, "GLM45VModelProvider", "Qwen25VLModelProvider", "Qwen3OmniModelProvider")
 # Layers of Qwen3-VL's encoder and its mergers. Bridge puts adapters into all that have a target's name; a target with
 # wildcards may mean those of the language model alone.
 ENCODER_LAYERS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
@@ -252,8 +252,13 @@ class Facts:
     @property
     def shares_experts(self) -> bool:
         """Whether so many ranks share experts that a graph has them only where a person asks for it."""
-        many = self.ranks("expert_model") > MOST_EXPERT_RANKS
+        many = self.ranks("expert_model") > MOST_EXPERT_RANKS or self.expert_shards > 1
         return bool(self.moe) and many and not switched_on(EXPERT_BOUNDS, False)
+
+    @property
+    def expert_shards(self) -> int:
+        """Ranks that hold a part of every expert each: megatron-core's default are those of a dense layer."""
+        return self["expert_tensor_parallel_size"] or self.ranks("tensor_model")
 
     @property
     def deepstack(self) -> bool:

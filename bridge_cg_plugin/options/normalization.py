@@ -174,8 +174,9 @@ def _many_experts(facts: Facts, captures: str = "") -> str:
     """Return why experts stay outside unless a person asks for them; empty where they need not."""
     if not facts.shares_experts:
         return ""
-    ranks = facts.ranks("expert_model")
-    bounds = f"{EXPERT_BOUNDS}=1"
+    ranks, bounds = facts.ranks("expert_model"), f"{EXPERT_BOUNDS}=1"
+    if facts.expert_shards > 1:
+        return f"model.expert_tensor_parallel_size={facts.expert_shards}: not measured; {bounds} captures them"
     how = f"{captures} captures them, with {bounds} in less" if captures else f"{bounds} captures them"
     return f"model.expert_model_parallel_size={ranks}: {MUCH_MEMORY}; {how}"
 

@@ -13,7 +13,7 @@ from ..graphs.instance import modules_where
 WRAPPER_DEPTH = 8
 MAX_SEQLENS = ("max_seqlen_q", "max_seqlen_kv")
 # Where a model holds the model that has parts of its own.
-INNER_MODELS = ("model", "thinker")
+INNER_MODELS = ("model", "thinker", "llava_model")
 
 
 def unwrapped(model: nn.Module) -> list[nn.Module]:

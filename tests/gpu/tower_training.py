@@ -83,9 +83,9 @@ class RandomItemsProvider(DatasetProvider):
 
 
 def graph_fields(tower: Tower) -> dict[str, Any]:
-    """Return the fields of a provider by which its encoders run on graphs, and its language model if it can."""
+    """Return the fields of a provider by which its encoders and its language model run on graphs."""
     return {
-        "cuda_graph_impl": "full_iteration" if tower.rows else "none",
+        "cuda_graph_impl": "full_iteration",
         "vision_cuda_graph_impl": "transformer_engine",
         "vision_cuda_graph_buckets": list(tower.buckets),
         "vision_cuda_graph_strict": True,

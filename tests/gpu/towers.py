@@ -56,7 +56,6 @@ class Tower:
         inputs: Returns what a batch has besides tokens, from its items, its tokens `[1, length]` and a generator.
         length: Most tokens of a sample.
         unit: What a sample's tokens are padded to a multiple of, as Bridge's collate functions do.
-        rows: Whether the language model's layers run on graphs, too.
         forward_step: Bridge's.
         encoders: That are called in every microbatch and have graphs.
         changed: Entered before the model is built.
@@ -70,7 +69,6 @@ class Tower:
     inputs: Callable[[list[Any], Tensor, torch.Generator], Inputs]
     length: int = SEQUENCE
     unit: int = 128
-    rows: bool = True
     forward_step: Callable[..., Any] = vlm_step.forward_step
     encoders: int = 1
     changed: Callable[[], AbstractContextManager[Any]] = nullcontext
@@ -341,7 +339,6 @@ NEMOTRON_VL = Tower(
     one_token,
     tiles,
     length=TEXT_LENGTH,
-    rows=False,
     forward_step=llava_step.forward_step,
     changed=few_layers,
 )
@@ -392,7 +389,6 @@ NEMOTRON_OMNI = Tower(
     omni_token,
     patches_of_images,
     length=TEXT_LENGTH,
-    rows=False,
     forward_step=nemotron_omni_step.forward_step,
     changed=few_layers,
 )

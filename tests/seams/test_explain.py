@@ -331,7 +331,7 @@ DOCUMENTED = {
     "packs": r"language model\.$",
     "layers": r"(language model\.$|all layers as one region by the plugin)",
     "routers": "attention and the MoE router of every layer, each a region by the plugin",
-    "eager: Mamba beside images": "language model eager",
+    "routers, Mamba": "attention, the MoE router and Mamba layers of every layer, each a region by the plugin",
     "eager or not known": "language model (eager|not known)",
     "": "Bridge refuses it",
 }

@@ -81,7 +81,7 @@ FUSED = {**MOE, "moe_router_fusion": True}
             "model.recompute_granularity='full'",
         ),
         ({**MOE, "expert_model_parallel_size": 8, **AGAIN, **PACK}, PACKED_ROUTERS, "model.expert_model_parallel_size"),
-        ({**MOE, "expert_tensor_parallel_size": 2}, ROUTERS, "model.expert_tensor_parallel_size=2"),
+        ({**MOE, "expert_tensor_parallel_size": 2}, ROWS_ROUTERS, "model.expert_tensor_parallel_size=2"),
         ({**MOE, "expert_tensor_parallel_size": 2, **PACK}, PACKED_ROUTERS, "model.expert_tensor_parallel_size=2"),
         (
             {**MOE, "moe_router_force_load_balancing": True, **PACK},

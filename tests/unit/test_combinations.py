@@ -43,7 +43,6 @@ REFUSED = [
     (f"{FULL} {VISION} dataset.enable_in_batch_packing=true", "dataset.enable_in_batch_packing"),
     (f"{FULL} {VISION} recompute_granularity=selective recompute_modules=mla_up_proj", "model.recompute_granularity"),
     (f"{FULL} {VISION} recompute_granularity=full hidden_dropout=0.1", "model.recompute_granularity"),
-    (f"{FULL} {VISION} num_moe_experts=8 expert_tensor_parallel_size=2", "model.expert_tensor_parallel_size"),
     (f"{FULL} {VISION} num_moe_experts=8 moe_input_jitter_eps=0.1", "model.moe_input_jitter_eps"),
     (f"{FULL} {VISION} multi_latent_attention=true", "model.multi_latent_attention"),
     (f"{FULL} {VISION} cpu_offloading=true", "model.cpu_offloading"),

@@ -18,6 +18,7 @@ from bridge_cg_plugin.upstream.decoder.experts import NEEDED
 from .packs import (
     EXPERTS,
     ON_CPU,
+    VOCABULARY,
     WARMUP,
     assert_adds_to_main_grads,
     assert_same,
@@ -25,10 +26,12 @@ from .packs import (
     graphs_on,
     losses_and_gradients,
     new_model,
+    new_qwen,
     pack,
     replayed,
     replaying,
 )
+from .vlm import CausalAttention
 
 PACKS = (pack((30, 180, 77)), pack((300,), seed=1), pack((200, 120), seed=2), pack((321, 100), seed=3))
 
@@ -153,6 +156,25 @@ def test_losses_gradients_and_statistics_are_eagers(modules, changes):
     counts = bool({"moe_aux_loss_coeff", *BIAS, *LOGITS} & set(changes))
     with ON_CPU(), replaying(model, PACKS, pack(WARMUP), cuda_graph_modules=modules, counts=counts) as graphs:
         assert len(graphs._regions) == (2 if modules else 1)
+
+
+def two_rows(tokens):
+    """Return the arguments of Qwen3-VL's language model for two rows."""
+    ids = torch.arange(2 * tokens).view(2, -1) % VOCABULARY
+    positions = torch.arange(tokens).expand(3, 2, -1)
+    return {"input_ids": ids, "position_ids": positions, "attention_mask": None, "labels": ids.roll(-1, 1)}
+
+
+@pytest.mark.parametrize("modules", [WHOLE, BOTH], ids=["all layers", "attention and routers"])
+@pytest.mark.parametrize("kind", ["two losses", "a bias of experts"])
+def test_rows_are_filled_up_to_a_length_and_padding_counts_for_nothing(kind, modules):
+    model = new_qwen(**{**EXPERTS, **CASES[kind][0]})
+    for layer in model.decoder.layers:
+        layer.self_attention.core_attention = CausalAttention(None)
+    batches = list(map(two_rows, (96, 128, 70)))
+    options = {"cuda_graph_max_packed_seqs": None, "seq_length": 256, "cuda_graph_modules": modules}
+    with ON_CPU(), replaying(model, batches, counts=True, **options) as graphs:
+        assert graphs.statistics().padding_share > 0
 
 
 @contextmanager

@@ -18,11 +18,17 @@ PACKS = [
     hybrid_pack((40, 0, 250)),
     hybrid_pack((120, 150), repeats=9),
 ]
+# Text that is padded to one length, and embeddings of images in it.
+ROWS = [unpacked(tokens) for tokens in (96, 128, 70, 5)]
+PADDED = {"cuda_graph_max_packed_seqs": None, "seq_length": 256}
 WITH_EXPERTS = {"pattern": "ME*EM", **EXPERTS}
 PARTS = {
     # A tape shows whether a replay reads the angles of another batch.
     "all layers, rotated": ({"rotary": True}, PACKS, {}, 1),
     "a padded row": ({}, [unpacked(96)], {"cuda_graph_max_packed_seqs": None}, 1),
+    "rows of any length, rotated": ({"rotary": True}, ROWS, PADDED, 1),
+    "rows of any length, experts": (WITH_EXPERTS, ROWS, {**PADDED, "cuda_graph_modules": []}, 1),
+    "rows, all but experts": (WITH_EXPERTS, ROWS, {**PADDED, "cuda_graph_modules": ["attn", "moe_router", "mamba"]}, 5),
     "mamba and attention": ({}, TWO, {"cuda_graph_modules": ["attn", "mamba"]}, 3),
     "mamba and MLP": ({}, TWO, {"cuda_graph_modules": ["mlp", "mamba"]}, 3),
     "all parts are one": ({}, TWO, {"cuda_graph_modules": ["attn", "mlp", "mamba"]}, 1),

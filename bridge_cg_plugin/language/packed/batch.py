@@ -29,7 +29,8 @@ class PackedBatch:
     """A microbatch for the layers of a decoder.
 
     Attributes:
-        hidden: `[tokens of this rank, 1, width]`; of padded rows `[tokens of each, rows, width]`.
+        hidden: `[tokens of this rank, 1, width]`; of padded rows `[tokens of each, rows, width]`, without what is
+            added to them in a recording.
         angles: `[rows, 1, 1, rotated]` fp32 rotary angles: a row per position, or per token; None without rotation.
             Of padded rows `[tokens of each, rows, 1, rotated]`.
         offsets: The `cu_seqlens` that the batch has, by their name, each `[documents + 1]` int32 without the repeated
@@ -161,9 +162,9 @@ def pack_batch(
     return PackedBatch(hidden, angles, used, lengths[: kept - 1], tokens, filled=filled)
 
 
-def row_batch(hidden: Tensor, angles: Tensor | None, shards: int, biases: Sequence[Tensor]) -> PackedBatch:
-    """Return a microbatch of padded rows; arguments as for `pack_batch` and of `PackedBatch`."""
-    lengths = (hidden.shape[0] * shards,) * hidden.shape[1]
+def row_batch(hidden: Tensor, angles: Tensor | None, room: int, biases: Sequence[Tensor]) -> PackedBatch:
+    """Return a microbatch of padded rows, of so many tokens in a recording; further arguments of `PackedBatch`."""
+    lengths = (room,) * hidden.shape[1]
     return PackedBatch(hidden, angles, {}, lengths, sum(lengths), biases=tuple(biases))
 
 

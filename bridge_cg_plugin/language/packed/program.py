@@ -99,7 +99,7 @@ class PackedProgram(RegionProgram):
 
     Buckets of packs have the limits (documents, tokens of the longest document). Padding tokens lie behind the last
     offset. Under context parallelism, where attention must know every token's document, they are one more document.
-    Buckets of padded rows have the limits (rows, tokens of each) and take rows of that shape only.
+    Buckets of padded rows have the limits (rows, tokens of each) and take as many rows that were given that room.
 
     Args:
         part: The piece.
@@ -147,6 +147,11 @@ class PackedProgram(RegionProgram):
             **({"used": TensorSpec((1,), torch.int32)} if self._part.counted else {}),
             **({} if self._part.changed is None else {UNCHANGED: TensorSpec((1,), torch.float32)}),
         }
+
+    def size(self, batch: PackedBatch) -> int:
+        """See `RegionProgram`."""
+        tokens, rows, _ = batch.hidden.shape
+        return batch.tokens if self.layout.offsets else tokens * rows * self._family.shards
 
     def refuse(self, batch: PackedBatch, bucket: Bucket) -> Fallback | None:
         """See `RegionProgram`."""
@@ -236,8 +241,10 @@ class PackedProgram(RegionProgram):
         return self._kernels(self._part.roots())
 
     def output_rows(self, batch: PackedBatch, bucket: Bucket, outputs: Sequence[Tensor]) -> tuple[int, ...]:
-        """See `RegionProgram`. A router has a row for each token of padded rows, which fill their bucket."""
-        return (batch.hidden.shape[0],) * len(outputs) if self.layout.offsets else tuple(map(len, outputs))
+        """See `RegionProgram`. A router has a row for each token of padded rows."""
+        if self.layout.offsets:
+            return (batch.hidden.shape[0],) * len(outputs)
+        return super().output_rows(batch, bucket, outputs)
 
     def differentiable_inputs(self, batch: PackedBatch) -> tuple[Tensor, ...]:
         """See `RegionProgram`."""

@@ -20,7 +20,7 @@ from ...graphs.parts import RunsLater
 from ...graphs.replays.replay import want_gradients
 from ...language.experts.device import Tables
 from ...language.experts.exchange import ExpertExchange
-from ...language.packed.batch import OFFSETS, PADDED_OFFSETS, PackedBatch, pack_batch, row_batch, spread
+from ...language.packed.batch import OFFSETS, PADDED_OFFSETS, PackedBatch, pack_batch, row_batch, row_lengths, spread
 from ...language.packed.program import DecoderPart, RecordedPack
 from ...options import OptionError
 from ...options.facts import MOST_EXPERT_RANKS
@@ -186,7 +186,7 @@ class TransformerBlockFamily:
         if self._packs:
             batch = self._pack(hidden, angles, params, host)
         else:
-            batch = row_batch(hidden, angles, self.shards, kwargs.get(BIASES) or ())
+            batch = row_batch(hidden, angles, self._room(hidden.shape[0]), kwargs.get(BIASES) or ())
         if angles is not None and batch.by_place and angles.shape[0] < sum(batch.lengths):
             return Fallback.CALL_ARGUMENTS  # upstream repeats the last angles
         # Upstream's gated delta nets refuse others in words of their own.
@@ -230,6 +230,16 @@ class TransformerBlockFamily:
         if angles is None:
             return batch
         return replace(batch, by_place=self.by_place(angles.shape[0], sum(batch.lengths), longest))
+
+    def _room(self, tokens: int) -> int:
+        """Return how many tokens padded rows have in a recording, from those of them that a rank holds.
+
+        Models that put embeddings of images into the text make rows of any length from text that was padded to one.
+        """
+        longest = getattr(self._decoder.config, "seq_length", None)
+        if longest is None or self.shards * self.ranks > 1 or self.biases:
+            return tokens * self.shards
+        return next((length for length in row_lengths(longest) if length >= tokens), tokens)
 
     def _say_replaced(self) -> None:
         """Say once for a capture why microbatches run eager."""

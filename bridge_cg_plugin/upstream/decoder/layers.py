@@ -218,7 +218,7 @@ def mamba_part(layer: nn.Module, parts: int) -> DecoderPart:
     forward: Callable[..., Any] = layer.forward
 
     def run(pack: RecordedPack) -> tuple[Tensor]:
-        params = packed_params(pack, pack.hidden.shape[0] * parts)
+        params = packed_params(pack, pack.hidden.shape[0] * parts) if pack.offsets else None
         return (forward(hidden_states=pack.hidden, packed_seq_params=params),)
 
     return DecoderPart(f"packed_mamba_{layer.layer_number}", layer, (), run, ((layer, "forward", FIRST_OUTPUT),))
