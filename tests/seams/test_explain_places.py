@@ -27,6 +27,8 @@ def test_a_step_that_was_measured_differs_in_nothing(capsys, bridge, step, tmp_p
     if not hasattr(bridge, recipe):
         pytest.skip("the preset derives from a recipe of a later megatron-bridge")
     if not hasattr(getattr(bridge, recipe)().dataset, "enable_in_batch_packing"):  # before 0.6
+        if step["impl"] == "full_iteration":
+            pytest.skip("this release's layers take masks")
         words = [word.replace("enable_in_batch_packing", "pack_sequences_in_batch") for word in words]
     words += [f"train.global_batch_size={step['samples']}", f"checkpoint.pretrained_checkpoint={tmp_path}"]
     place = ["--gpus_per_node", str(step["gpus"]), "--gpu", "h200"]
