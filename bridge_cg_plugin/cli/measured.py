@@ -276,13 +276,8 @@ def _range(values: Sequence[float], form: str = ".0f") -> str:
     return " to ".join(dict.fromkeys(f"{value:{form}}" for value in (min(values), max(values))))
 
 
-_LETTERS = {"tensor_model": "TP", "context": "CP", "expert_model": "EP", "pipeline_model": "PP"}
-
-
 def _layout(ranks: Mapping[str, Any]) -> str:
-    sizes = [
-        f"{letters}{ranks[name]}" for kind, letters in _LETTERS.items() if (name := f"{kind}_parallel_size") in ranks
-    ]
+    sizes = [f"{of}{ranks[name]}" for of, name in zip(("TP", "CP", "EP", "PP"), ALONE, strict=False) if name in ranks]
     others = ["sequence parallel"] if ranks.get("sequence_parallel") else []
     return ", ".join([*sizes, *others, *([ranks["cp_comm_type"]] if "cp_comm_type" in ranks else [])])
 
