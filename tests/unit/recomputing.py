@@ -1,10 +1,13 @@
 """Models whose layers upstream runs again in the backward."""
 
+import gc
 from contextlib import contextmanager
+from itertools import accumulate
 from unittest import mock
 
 import torch
 from megatron.core.tensor_parallel import random
+from torch.profiler import profile
 
 FULL = {
     "each layer": {"recompute_method": "uniform", "recompute_num_layers": 1},
@@ -32,3 +35,15 @@ def states_of_the_host():
         mock.patch.object(random, "_set_all_rng_states", torch.set_rng_state),
     ):
         yield
+
+
+def most_memory(call):
+    """Return the most bytes that a call has at once; as in a capture, no garbage is collected meanwhile."""
+    gc.disable()
+    try:
+        with profile(profile_memory=True) as events:
+            call()
+    finally:
+        gc.enable()
+    taken = (each for each in events.profiler.kineto_results.events() if each.name() == "[memory]")
+    return max(accumulate(each.nbytes() for each in sorted(taken, key=lambda each: each.start_ns())))

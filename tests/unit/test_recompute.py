@@ -17,7 +17,7 @@ from ..tape import TapeExecutor
 from . import packs
 from .dispatching import dispatching_on_cpu
 from .proof_kinds import Tower, messages, proven, step
-from .recomputing import FULL, let_whole_layers_be_recomputed
+from .recomputing import FULL, let_whole_layers_be_recomputed, most_memory
 from .test_expert_ranks import EP2, options_of, own_packs, rank_model
 from .towers import assert_close, forward, graphs_on, new_tower, results
 
@@ -78,6 +78,16 @@ def test_layers_of_packs_are_recomputed(let_recompute, executor, again):
     batches = [packs.pack(packs.WARMUP), *(packs.pack((120, 150), seed=seed) for seed in range(2))]
     with packs.replaying(packs.new_model(), batches, before_capture=let_recompute, executor=executor()):
         assert next(again) > 0
+
+
+def test_what_is_computed_again_is_gone_before_the_next_layer():
+    found, batch = [], packs.pack(packs.WARMUP)
+    for layers in (2, 8):
+        model = let_whole_layers_be_recomputed(packs.new_model(layers=layers), **FULL["each layer"])
+        with packs.graphs_on(model, batch, executor=ReferenceExecutor()) as graphs:
+            found.append(most_memory(partial(packs.losses_and_gradients, model, batch)))
+            assert packs.replayed(graphs) == 1
+    assert found[1] < 1.5 * found[0]  # inputs of layers, and gradients
 
 
 @pytest.mark.parametrize("fields", FULL.values(), ids=FULL)

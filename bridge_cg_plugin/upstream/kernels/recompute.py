@@ -18,7 +18,7 @@ from torch.nn import functional
 from torch.nn.modules.dropout import _DropoutNd
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from ...graphs.errors import CaptureError
 from ...graphs.instance import InstanceMethod, every_module, modules_where
@@ -370,7 +370,10 @@ def _recomputed(
                 stack.enter_context(dropouts)
             return function(*given)
 
-    return checkpoint(run, *args, use_reentrant=False, preserve_rng_state=False, determinism_check="none")
+    # An early stop is an error, whose frames keep all that was computed again until a collection of garbage: through a
+    # whole recorded backward.
+    with set_checkpoint_early_stop(False):
+        return checkpoint(run, *args, use_reentrant=False, preserve_rng_state=False, determinism_check="none")
 
 
 _saving: list[saved_tensors_hooks] = []
