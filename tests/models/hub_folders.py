@@ -7,6 +7,7 @@ MODELS = {
     "qwen3_vl_8b": "Qwen/Qwen3-VL-8B-Instruct",
     "qwen3_vl_30b_a3b": "Qwen/Qwen3-VL-30B-A3B-Instruct",
     "qwen35_vl_9b": "Qwen/Qwen3.5-9B",
+    "qwen25_vl_7b": "Qwen/Qwen2.5-VL-7B-Instruct",
     "gemma3_vl_4b": "google/gemma-3-4b-it",
 }
 REVISION = "0" * 40

@@ -15,11 +15,13 @@ from transformers import (
     Gemma3ImageProcessor,
     Gemma3Processor,
     ProcessorMixin,
+    Qwen2_5_VLProcessor,
     Qwen2Tokenizer,
     Qwen2VLImageProcessor,
     Qwen3VLProcessor,
     Qwen3VLVideoProcessor,
 )
+from transformers.models.qwen2_vl.video_processing_qwen2_vl import Qwen2VLVideoProcessor
 
 from tests.models.hub_folders import MODELS, REVISION, snapshot_in, variables_of
 from tests.models.qwen_configs import write_configs
@@ -85,8 +87,8 @@ def write_model(snapshot: Path, config: Path) -> None:
     (references / "main").write_text(REVISION)
     config.rename(snapshot / "config.json")
     written = AutoConfig.from_pretrained(snapshot)
-    made = gemma3_processor if written.model_type == "gemma3" else qwen_processor
-    made(tokenizer(written.image_token_id)).save_pretrained(snapshot)
+    made = {"gemma3": gemma3_processor, "qwen2_5_vl": qwen25_processor}
+    made.get(written.model_type, qwen_processor)(tokenizer(written.image_token_id)).save_pretrained(snapshot)
 
 
 def qwen_processor(words: Qwen2Tokenizer) -> ProcessorMixin:
@@ -97,6 +99,11 @@ def qwen_processor(words: Qwen2Tokenizer) -> ProcessorMixin:
         video_processor=Qwen3VLVideoProcessor(**PIXELS),
         chat_template=TEMPLATE,
     )
+
+
+def qwen25_processor(words: Qwen2Tokenizer) -> ProcessorMixin:
+    """Return Qwen2.5-VL's processor, whose defaults are the published ones."""
+    return Qwen2_5_VLProcessor(Qwen2VLImageProcessor(), words, Qwen2VLVideoProcessor(), chat_template=TEMPLATE)
 
 
 def gemma3_processor(words: Qwen2Tokenizer) -> ProcessorMixin:

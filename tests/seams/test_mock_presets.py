@@ -16,6 +16,7 @@ from .conftest import with_presets
 pytestmark = with_presets
 TASKS = "pretrain_mock", "sft", "peft"
 RECIPES = [f"{model}_{task}_config" for model, task in zip(itertools.cycle(local_hub.MODELS), TASKS, strict=False)]
+RECIPES.append("qwen25_vl_7b_sft_config")
 
 
 @pytest.fixture(scope="module")
@@ -57,8 +58,8 @@ def test_a_microbatch_fits_the_sequence_and_the_graphs(offline, name):
     config, batch = microbatch(name)
     count = config.train.micro_batch_size
     visual = batch["visual_inputs"]
-    patches = int(visual.image_grid_thw.prod(-1).sum())
-    assert len(visual.image_grid_thw) == count and visual.pixel_values.shape == (patches, 1536)
+    patches, size = int(visual.image_grid_thw.prod(-1).sum()), 14 if name.startswith("qwen25") else 16
+    assert len(visual.image_grid_thw) == count and visual.pixel_values.shape == (patches, 6 * size * size)
     assert int((batch["input_ids"] == config.model.image_token_id).sum()) == patches // 4
     assert batch["loss_mask"].sum() > 0
     options = vision_options(config.model)
