@@ -99,6 +99,8 @@ def _run(given: Sequence[str], lasting: bool) -> int:
         near = difflib.get_close_matches(rest[0].partition("=")[0], known, n=1)
         parser.error(f"unrecognized arguments: {' '.join(rest)}" + (f". Did you mean {near[0]}?" if near else ""))
     alone = args.json or args.command in ("explain", "doctor")  # libraries print
+    if args.command == "doctor" and sys.stderr.isatty():
+        print("doctor looks at releases, sources and PyTorch: about ten seconds", file=sys.stderr)
     with answer_alone(lasting) if alone else nullcontext(say) as tell:
         if args.command == "explain":
             return explained.run(given[given.index("explain") + 1 :], tell)

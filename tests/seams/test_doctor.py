@@ -30,9 +30,12 @@ def problems():
     return [f"{p.what} -> {p.remedy}" for p in diagnose().problems]
 
 
-def test_a_good_installation_has_no_problems(capsys):
+def test_a_good_installation_has_no_problems(capsys, monkeypatch):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     assert main(["doctor", "--no-gpu", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
+    out, err = capsys.readouterr()
+    found = json.loads(out)
+    assert err.startswith("doctor looks at ")
     assert found["problems"] == []
     assert found["active"] is True and found["known_release"] is True
     assert found["entry_points"] == ["bridge_cg_plugin.plugin:autoload"]
@@ -111,8 +114,8 @@ def test_a_release_that_is_too_old_is_one_problem(monkeypatch, capsys):
     what = "megatron-bridge 0.4.2 is too old for bridge_cg_plugin, so the plugin stays off"
     assert {"what": what, "remedy": "use 0.5 or newer"} in found["problems"] and found["seams"] == {}
     assert main(["doctor", "--no-gpu"]) == 1
-    out = " ".join(capsys.readouterr().out.split())
-    assert what in out and "version table" not in out
+    out, err = capsys.readouterr()
+    assert what in " ".join(out.split()) and "version table" not in out and not err
 
 
 @pytest.mark.parametrize(
